@@ -1,0 +1,285 @@
+"""The tree operations of a DDTree round (arXiv 2604.12989): the public face of ``ddtree.plugins``.
+
+A round is ``build_tree`` -> ``encode_tree`` -> the target's pass over the tree -> ``verify_tree`` -> ``commit`` and
+``gather_features``. All work on a batch of trees that are padded to N = budget + 1 nodes, the root included.
+
+Arguments of wrong shape, dtype or range raise a one-line error before any work. Data never does: see
+``Verified.status``. Tensors on a CPU are served by ``reference``, which is also the specification.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from ddtree.plugins import reference
+from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, root_tree
+from torch import Tensor
+
+__all__ = [
+    "DraftTree",
+    "SamplingTensors",
+    "Verified",
+    "build_tree",
+    "commit",
+    "encode_tree",
+    "gather_features",
+    "root_tree",
+    "verify_tree",
+]
+
+MODES = ("tree", "chain")
+METHODS = ("coupled", "greedy", "target_only")
+
+_LOGIT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ID_TYPES = (torch.int32, torch.int64)
+
+
+def build_tree(
+    draft_logits: Tensor,
+    root_token_ids: Tensor,
+    *,
+    budget: int,
+    mode: str = "tree",
+    keep_chain: bool = False,
+    draft_to_target: Tensor | None = None,
+) -> DraftTree:
+    """The ``budget`` most probable prefixes of the product of the drafter's D marginals, as a tree (exact).
+
+    Marginals are softmax at temperature 1 over the whole vocabulary, in float32. Nodes stand in descending log-weight,
+    ties in the order of their rank tuples, which is the order in which the best-first heap of the paper (arXiv
+    2604.12989, algorithm 1) pops them; equal logits rank by the lower token id. Prefixes of probability 0 never appear,
+    so there may be fewer than ``budget``. A row that is no distribution (NaN, +inf, nothing finite) ends the tree above
+    its depth.
+
+    Args:
+        draft_logits: [batch, D, vocab] float32, float16 or bfloat16.
+        root_token_ids: [batch] int32 or int64, the last sampled token of each sequence.
+        budget: the most draft nodes of a tree, the root not counted; 0 or more.
+        mode: "tree", or "chain": the likeliest token of each depth, a tree of width 1 (plain DFlash).
+        keep_chain: make that chain part of every tree whose budget is at least D, in place of its last nodes.
+        draft_to_target: [vocab] int32, the target's token id of each draft id. Draft ids of one target id are merged:
+            their probabilities are added, and equal ones rank by target id.
+
+    Returns:
+        DraftTree of N = budget + 1 nodes a slot. For a plain autoregressive step, without a drafter, use ``root_tree``.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, mode or budget.
+    """
+    _check("draft_logits", draft_logits, (None, None, None), _LOGIT_TYPES)
+    batch, max_depth, vocab = draft_logits.shape
+    if max_depth < 1 or vocab < 1:
+        raise ValueError(
+            f"draft_logits has shape {list(draft_logits.shape)}: give [batch, D, vocab] of at least 1 each"
+        )
+    _check("root_token_ids", root_token_ids, (batch,), _ID_TYPES)
+    if budget < 0:
+        raise ValueError(f"budget {budget} is negative (0 is the root alone; the root is not counted)")
+    _check_choice("mode", mode, MODES)
+    if draft_to_target is not None:
+        _check("draft_to_target", draft_to_target, (vocab,), (torch.int32,))
+        lowest = int(draft_to_target.min())
+        if lowest < 0:
+            raise ValueError(f"draft_to_target holds {lowest}, expected absolute target ids (add the index to offsets)")
+    return reference.build_tree(
+        draft_logits,
+        root_token_ids,
+        budget=budget,
+        mode=mode,
+        keep_chain=keep_chain,
+        draft_to_target=draft_to_target,
+    )
+
+
+def encode_tree(
+    tree: DraftTree,
+    root_positions: Tensor,
+    past_lengths: Tensor,
+    cache_length: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Position ids and attention mask of the target's pass over the tree, whose rows it writes at past .. past + N - 1.
+
+    A row sees the committed past, its ancestors and itself. With ``window`` it sees a key only if its own position less
+    the key's is below it; siblings share a position. Padding rows see the past and themselves; no real row sees them.
+
+    Args:
+        tree: from ``build_tree`` or ``root_tree``.
+        root_positions: [batch] int64, index of the root in its sequence.
+        past_lengths: [batch] int64, number of committed cache rows; equal to ``root_positions``.
+        cache_length: rows of the cache, at least past_lengths + N.
+        dtype: of the mask: float32, float16 or bfloat16.
+        window: positions a sliding-window layer sees, the row's own included; None for full attention.
+
+    Returns:
+        position_ids [batch, N] int64, root position + depth, and attention_mask [batch, 1, N, cache_length], additive:
+        0 where visible, the most negative finite value of ``dtype`` elsewhere.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype or window, or a tree that does not fit into the cache.
+    """
+    batch, width = tree.token_ids.shape
+    _check("root_positions", root_positions, (batch,), (torch.int64,))
+    _check("past_lengths", past_lengths, (batch,), (torch.int64,))
+    if dtype not in _LOGIT_TYPES:
+        raise TypeError(f"dtype of the mask is {dtype}, expected {_names(_LOGIT_TYPES)}")
+    longest = max(past_lengths.tolist(), default=0)
+    if longest + width > cache_length:
+        raise ValueError(
+            f"past length {longest} + {width} tree rows exceed cache_length {cache_length} "
+            f"(grow the cache to {longest + width} or lower the budget)"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} is below 1 (None for full attention)")
+    return reference.encode_tree(tree, root_positions, past_lengths, cache_length, dtype, window=window)
+
+
+def verify_tree(
+    logits: Tensor,
+    tree: DraftTree,
+    root_positions: Tensor,
+    sampling: SamplingTensors,
+    *,
+    method: str = "coupled",
+    token_bitmask: Tensor | None = None,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    coins: Tensor | None = None,
+    final_coin: Tensor | None = None,
+) -> Verified:
+    """Walks from the root along the tokens that the target itself writes, and adds the bonus token where it stops.
+
+    ``coupled`` draws at a node of position p the token of the largest ``logit / temperature + Gumbel noise`` among
+    those that the filters keep. The noise comes from Philox4x32-10 keyed by the seed and counted by (token, p), so the
+    token depends on (seed, position, distribution) alone: the text is the one that autoregressive decoding with the
+    same seed writes, for every budget, tree and batch. Slots of temperature below 1e-5 take the argmax, lowest id.
+    ``greedy`` does so for every slot.
+    ``target_only`` follows SGLang's tree_speculative_sampling_target_only: children in sibling order, one coin a node,
+    a draw from what the rejected children leave. It is lossless in distribution while both thresholds are 1.
+
+    token_bitmask comes first, then temperature, top_k (exactly k, ties to the lower id), top_p over what that leaves,
+    renormalised (the smallest set that reaches it), min_p relative to the largest probability. Only rows on the
+    accepted path are read; the others may hold anything.
+
+    Args:
+        logits: [batch, N, vocab] float32, float16 or bfloat16, row i the target's prediction after node i.
+        tree: the tree that was scored.
+        root_positions: [batch] int64, index of the root in its sequence (prompt from 0).
+        sampling: settings, one a slot.
+        method: "coupled", "greedy" or "target_only".
+        token_bitmask: [batch, N, ceil(vocab/32)] int32, bit v%32 of word v/32 set: token v is allowed after node i.
+        threshold_single, threshold_acc: target_only: accept a child of at least this probability; divide the cumulative
+            probability of the children by this before comparing the coin. 0 to 1; below 1 they are lossy.
+        coins: target_only: [batch, N] float32 in (0, 1), one a node, in place of the seeded ones.
+        final_coin: target_only: [batch] float32 in (0, 1), for the draw at the end.
+
+    Returns:
+        Verified. Rows are D + 1 wide (``tree.max_depth`` + 1).
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, method or threshold.
+    """
+    batch, width = tree.token_ids.shape
+    _check("logits", logits, (batch, width, None), _LOGIT_TYPES)
+    vocab = logits.shape[2]
+    if vocab < 1:
+        raise ValueError(f"logits has shape {list(logits.shape)}: give a vocabulary of at least 1")
+    _check("root_positions", root_positions, (batch,), (torch.int64,))
+    _check("sampling.temperature", sampling.temperature, (batch,), (torch.float32,))
+    _check("sampling.top_k", sampling.top_k, (batch,), (torch.int32,))
+    _check("sampling.top_p", sampling.top_p, (batch,), (torch.float32,))
+    _check("sampling.min_p", sampling.min_p, (batch,), (torch.float32,))
+    _check("sampling.seed", sampling.seed, (batch,), (torch.int64,))
+    _check_choice("method", method, METHODS)
+    if token_bitmask is not None:
+        _check("token_bitmask", token_bitmask, (batch, width, -(-vocab // 32)), (torch.int32,))
+    if method != "target_only" and (
+        coins is not None or final_coin is not None or threshold_single != 1 or threshold_acc != 1
+    ):
+        raise ValueError(f'coins and thresholds belong to method "target_only", not "{method}" (leave them out)')
+    for name, threshold in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"{name} {threshold} is outside 0 to 1")
+    if coins is not None:
+        _check("coins", coins, (batch, width), (torch.float32,))
+    if final_coin is not None:
+        _check("final_coin", final_coin, (batch,), (torch.float32,))
+    return reference.verify_tree(
+        logits,
+        tree,
+        root_positions,
+        sampling,
+        method=method,
+        token_bitmask=token_bitmask,
+        threshold_single=threshold_single,
+        threshold_acc=threshold_acc,
+        coins=coins,
+        final_coin=final_coin,
+    )
+
+
+def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verified: Verified) -> None:
+    """Moves, in place, the cache rows of the accepted nodes to the end of the committed past.
+
+    Row past + accepted_nodes[i] goes to past + i, in ascending order, so that no row is overwritten before it moved;
+    all other rows keep their values. The bonus token has no row yet. Advance the past by accepted_count + 1 afterwards.
+
+    Args:
+        caches: per layer (key, value), each [batch, kv_heads, cache, head_dim].
+        past_lengths: [batch] int64, rows committed before this round.
+        verified: from ``verify_tree``.
+
+    Raises:
+        ValueError, TypeError: a wrong shape or dtype.
+    """
+    batch = verified.accepted_count.shape[0]
+    _check("past_lengths", past_lengths, (batch,), (torch.int64,))
+    for layer, pair in enumerate(caches):
+        for cache in pair:
+            if cache.dim() != 4 or cache.shape[0] != batch:
+                raise ValueError(
+                    f"cache of layer {layer} has shape {list(cache.shape)}, expected [{batch}, any, any, any]"
+                )
+    reference.commit(caches, past_lengths, verified)
+
+
+def gather_features(features: Tensor, verified: Verified) -> Tensor:
+    """Context features of the accepted nodes, for the drafter's next pass.
+
+    Args:
+        features: [batch, N, layers * hidden], of the target's pass over the tree.
+        verified: from ``verify_tree``.
+
+    Returns:
+        [batch, D + 1, layers * hidden] of the same dtype: rows of the root and the accepted nodes, then zeros. A slot
+        that failed is all zeros.
+
+    Raises:
+        ValueError: a wrong shape.
+    """
+    batch = verified.accepted_count.shape[0]
+    _check("features", features, (batch, None, None), None)
+    return reference.gather_features(features, verified)
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] | None) -> None:
+    """One line for a tensor that does not have ``shape`` (None: any size), one of ``dtypes``, a device served."""
+    if len(tensor.shape) != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [{wanted}]")
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {tensor.dtype}, expected {_names(dtypes)}")
+    if tensor.device.type != "cpu":
+        raise NotImplementedError(f"{name} is on {tensor.device}: only the CPU is served so far (move it with .cpu())")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f'{name} "{value}" is unknown (one of {", ".join(choices)})')
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)

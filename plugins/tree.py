@@ -1,0 +1,73 @@
+"""The tensors that pass between the four stages: a draft tree, the sampling settings, and what verification returns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of draft trees, each padded to N = budget + 1 nodes. Node 0 is the root; a parent precedes its children.
+
+    Nodes stand in descending ``node_logws``; siblings therefore ascend in index. How many nodes are real is said by
+    ``node_count`` alone: 0 is a valid token id, so padding cannot be told by its token.
+    ``next_token`` / ``next_sibling`` is the encoding of EAGLE, SGLang and TensorRT-LLM's dynamic trees.
+    """
+
+    token_ids: Tensor  # [batch, N] int32, padding 0
+    parents: Tensor  # [batch, N] int32, root and padding -1
+    depths: Tensor  # [batch, N] int32, root and padding 0
+    node_logws: Tensor  # [batch, N] float32, log-probability of the prefix under the draft; root 0, padding -inf
+    node_count: Tensor  # [batch] int32, root included
+    next_token: Tensor  # [batch, N] int32, first child, -1 = none
+    next_sibling: Tensor  # [batch, N] int32, next child of the same parent, -1 = none
+    ancestor_mask: Tensor  # [batch, N, ceil(N/32)] int32, bit j%32 of word j/32 in row i: node i sees node j
+    max_depth: int  # D: rows of the draft logits. Outputs of verification are D + 1 wide, whatever the budget
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Sampling settings, one per batch slot. Below temperature 1e-5 a slot is decoded greedily."""
+
+    temperature: Tensor  # [batch] float32
+    top_k: Tensor  # [batch] int32, 0 = off
+    top_p: Tensor  # [batch] float32, 1 = off
+    min_p: Tensor  # [batch] float32, relative to the largest probability, 0 = off
+    seed: Tensor  # [batch] int64
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What one round accepted. A slot with a status other than 0 accepted and emitted nothing.
+
+    ``status``: 0, or 1 (a visited row held NaN, +inf or no finite logit: it is no distribution), or 2 (no token left
+    after token_bitmask and filters).
+    """
+
+    accepted_nodes: Tensor  # [batch, D+1] int32, root first, then -1
+    accepted_count: Tensor  # [batch] int32, draft tokens accepted; the root is not counted
+    output_ids: Tensor  # [batch, D+1] int32, accepted tokens, then the bonus token, then -1
+    logprobs: Tensor  # [batch, D+1] float32, log-softmax of the raw logits at output_ids; padding 0
+    status: Tensor  # [batch] int32
+
+
+def root_tree(root_token_ids: Tensor, *, max_depth: int = 0) -> DraftTree:
+    """The tree of budget 0: the root alone. Verifying it is one step of plain autoregressive decoding.
+
+    ``root_token_ids`` [batch] of an integer type. With the default ``max_depth`` 0 the outputs of verification are one
+    token wide; give the drafter's D to keep the width of a speculative round.
+    """
+    batch = root_token_ids.shape[0]
+    none = torch.full((batch, 1), -1, dtype=torch.int32)
+    return DraftTree(
+        token_ids=root_token_ids.to(torch.int32)[:, None],
+        parents=none,
+        depths=torch.zeros((batch, 1), dtype=torch.int32),
+        node_logws=torch.zeros((batch, 1)),
+        node_count=torch.ones(batch, dtype=torch.int32),
+        next_token=none,
+        next_sibling=none,
+        ancestor_mask=torch.ones((batch, 1, 1), dtype=torch.int32),
+        max_depth=max_depth,
+    )
