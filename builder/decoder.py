@@ -48,16 +48,16 @@ class Decoder:
             Per layer, its mask as ``attend`` wants it.
         """
         graph, config, dtype = self.graph, self.config, self.weights.dtype
-        cache = self.cache_length or "cache"
+        cache: int | str = self.cache_length or "cache"
         names = ["attention_mask"] + ["sliding_attention_mask"] * config.mixed_windows
         graph.input("write_index", "int64", ["batch"])
         masks = [self._attention_rows(graph.input(name, dtype, ["batch", 1, rows, cache]), mask=True) for name in names]
-        shape = ["batch", config.num_key_value_heads, cache, config.head_dim]
+        shape: list[int | str] = ["batch", config.num_key_value_heads, cache, config.head_dim]
         for layer in range(config.num_hidden_layers):
             for part in ("key", "value"):
                 graph.input(f"past_key_values.{layer}.{part}", dtype, shape)
                 graph.output(f"present.{layer}.{part}", dtype, shape)
-        return [masks[config.mixed_windows and windowed] for windowed in config.windowed]
+        return [masks[-1] if windowed else masks[0] for windowed in config.windowed]
 
     def norm(self, x: str, name: str, width: int) -> str:
         """RMSNorm over the last axis."""

@@ -116,7 +116,7 @@ def draft_to_target(config: DraftConfig, checkpoint: Checkpoint) -> np.ndarray |
             f"{checkpoint.directory}: d2t does not name {size} tokens of the target's {vocab_size} "
             "(the weights are damaged)"
         )
-    if len(readings) == 2 and not np.array_equal(*readings):
+    if not all(np.array_equal(ids, readings[0]) for ids in readings):
         raise BuildError(
             f"{checkpoint.directory}: d2t may hold target ids or offsets (add the tensor t2d, which tells)"
         )

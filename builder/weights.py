@@ -142,9 +142,8 @@ class Weights:
 
 
 def _finite(values: np.ndarray, dtype: str) -> bool:
-    bits = values.view(np.uint32 if dtype == "F32" else np.uint16)
-    exponent = _EXPONENT_BITS[dtype]  # all ones: NaN or infinity
-    return not np.any((bits & exponent) == exponent)
+    exponent = np.array(_EXPONENT_BITS[dtype], np.uint32 if dtype == "F32" else np.uint16)
+    return not np.any((values.view(exponent.dtype) & exponent) == exponent)  # all ones: NaN or infinity
 
 
 def _check_finite(stored: StoredTensor, name: str) -> None:
