@@ -1,0 +1,135 @@
+"""Tokens per second of the demo pair on held-out prompts: the draft tree and the same drafter's chain, each as a ratio
+to plain decoding in the same run.
+
+Every prompt is run by every method in turn, so that a slow moment of the machine falls on all of them. A ratio is
+total time of plain decoding over total time of the method (the texts are the same, token for token, which is checked);
+its spread is a 90 % bootstrap interval over prompts. An output loops if one of its 12-grams occurs twice.
+"""
+
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import onnxruntime
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ddtree.demo.prompts import KINDS, held_out_prompts
+from ddtree.runtime import LLM, SamplingParams
+
+NGRAM = 12
+BOOTSTRAP = 2000
+
+
+@dataclass(frozen=True)
+class Run:
+    prompt: int
+    kind: str
+    token_ids: tuple[int, ...]
+    seconds: float
+    rounds: int
+    accepted: int
+
+    @property
+    def loops(self) -> bool:
+        grams = [self.token_ids[i : i + NGRAM] for i in range(len(self.token_ids) - NGRAM + 1)]
+        return len(set(grams)) < len(grams)
+
+
+def main(
+    prompts: Annotated[int, typer.Option(help="Prompts of each kind.")] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 96,
+    repeats: Annotated[int, typer.Option(help="Runs of each prompt and method; the fastest counts.")] = 2,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times.")] = None,
+    budget: Annotated[list[int] | None, typer.Option(help="May be given several times.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of a pass.")] = None,
+) -> None:
+    """Measure chain and tree against plain decoding."""
+    console = Console(highlight=False, width=150)
+    llm = LLM(threads=threads)
+    texts = [(kind, text) for kind in KINDS for text in held_out_prompts(kind, prompts, seed=0)]
+    settings = [("ar", 0), ("chain", 0), *(("ddtree", b) for b in budget or [8, 16, 32])]
+    console.print(_machine())
+    console.print(
+        f"{len(texts)} held-out prompts, {prompts} of each kind ({', '.join(KINDS)}), {max_tokens} tokens each"
+    )
+    for t in temperature or [0.0, 0.8]:
+        runs: dict[tuple[str, int], list[Run]] = {setting: [] for setting in settings}
+        for index, (kind, text) in enumerate(track(texts, f"temperature {t}", console=Console(stderr=True))):
+            params = SamplingParams(max_tokens=max_tokens, temperature=t, seed=index, ignore_eos=True)
+            best: dict[tuple[str, int], Run] = {}
+            for _ in range(repeats):
+                for setting in settings:
+                    llm.method, llm.budget = setting  # type: ignore[assignment]
+                    run = _run(llm, index, kind, text, params)
+                    if setting not in best or run.seconds < best[setting].seconds:
+                        best[setting] = run
+            for setting in settings:
+                runs[setting].append(best[setting])
+        console.print(_table(t, runs))
+
+
+def _run(llm: LLM, index: int, kind: str, text: str, params: SamplingParams) -> Run:
+    output = llm.generate(text, params)
+    stats = output.statistics
+    seconds = stats.prefill_seconds + stats.decode_seconds
+    return Run(index, kind, tuple(output.outputs[0].token_ids), seconds, stats.rounds, stats.accepted_tokens)
+
+
+def _table(temperature: float, runs: dict[tuple[str, int], list[Run]]) -> Table:
+    plain = runs["ar", 0]
+    looping = {run.prompt for run in plain if run.loops}
+    table = Table(title=f"temperature {temperature}: {len(looping)} of {len(plain)} outputs loop")
+    for heading in ("method", "tokens/s", "acceptance length", "speed-up", "without loops", *KINDS, "same text"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for (method, budget), rows in runs.items():
+        same = sum(a.token_ids == b.token_ids for a, b in zip(plain, rows, strict=True))
+        table.add_row(
+            f"{method} {budget}" if method == "ddtree" else method,
+            f"{sum(len(r.token_ids) for r in rows) / sum(r.seconds for r in rows):.0f}",
+            f"{sum(r.accepted + r.rounds for r in rows) / sum(r.rounds for r in rows):.2f}",
+            _speed_up(plain, rows),
+            _speed_up((r for r in plain if r.prompt not in looping), (r for r in rows if r.prompt not in looping)),
+            *(
+                _ratio([r.seconds for r in plain if r.kind == k], [r.seconds for r in rows if r.kind == k])
+                for k in KINDS
+            ),
+            f"{same}/{len(plain)}",
+        )
+    return table
+
+
+def _speed_up(plain: Iterable[Run], runs: Iterable[Run]) -> str:
+    slow, fast = np.array([r.seconds for r in plain]), np.array([r.seconds for r in runs])
+    if not len(slow):
+        return "-"
+    picks = np.random.default_rng(0).integers(len(slow), size=(BOOTSTRAP, len(slow)))
+    low, high = np.quantile(slow[picks].sum(1) / fast[picks].sum(1), [0.05, 0.95])
+    return f"{slow.sum() / fast.sum():.2f} ({low:.2f}-{high:.2f})"
+
+
+def _ratio(slow: list[float], fast: list[float]) -> str:
+    return f"{sum(slow) / sum(fast):.2f}" if slow else "-"
+
+
+def _machine() -> str:
+    model = next((line.split(": ")[1] for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    return (
+        f"{model}, {torch.get_num_threads()} threads, onnxruntime {onnxruntime.__version__}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+if __name__ == "__main__":
+    typer.run(main)

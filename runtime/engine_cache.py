@@ -1,0 +1,54 @@
+"""Engines built on first use and kept: the demo pair's, and those of checkpoints given instead of an engine."""
+
+import hashlib
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from ddtree.builder import FORMAT_VERSION, BuildError, Manifest, build_engine
+
+
+def demo_pair() -> tuple[Path, Path]:
+    """The target and draft checkpoints that come with the package."""
+    demo = Path(str(files("ddtree.demo")))
+    return demo / "target", demo / "draft"
+
+
+def cached_engine(target: Path, draft: Path | None) -> Path:
+    """The ONNX Runtime engine of these checkpoints, built now if the cache has none of this content.
+
+    The cache is $DDTREE_CACHE, or ddtree in $XDG_CACHE_HOME or ~/.cache.
+    """
+    directory = _cache_root() / _key(target, draft)
+    if _opens(directory):
+        return directory
+    try:
+        build_engine(target, draft, directory, max_tree_nodes=1023, force=directory.exists())
+    except BuildError:
+        if not _opens(directory):  # it does if another process has built it meanwhile
+            raise
+    return directory
+
+
+def _opens(directory: Path) -> bool:
+    try:
+        Manifest.load(directory)
+    except BuildError:
+        return False
+    return True
+
+
+def _cache_root() -> Path:
+    if path := os.environ.get("DDTREE_CACHE"):
+        return Path(path)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddtree"
+
+
+def _key(target: Path, draft: Path | None) -> str:
+    """A name for these files as they are now: any change of size or time makes another engine."""
+    digest = hashlib.sha256(str(FORMAT_VERSION).encode())
+    for directory in (target, draft):
+        for file in sorted(directory.iterdir()) if directory and directory.is_dir() else []:
+            stat = file.stat()
+            digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

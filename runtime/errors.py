@@ -1,0 +1,9 @@
+"""The runtime's own exceptions; the builder's are in ``ddtree.builder``."""
+
+
+class RequestError(ValueError):
+    """A request that this engine cannot serve. The message is one line: the value, the limit, the remedy."""
+
+
+class EngineError(RuntimeError):
+    """An engine directory that cannot be opened or a pass that failed. The message is one line."""

@@ -1,0 +1,199 @@
+"""The embedded engine: both graphs in ONNX Runtime on the CPU, KV caches updated in place.
+
+A cache is one torch tensor bound as both input and output of its TensorScatter node, which ONNX Runtime then runs in
+place. Caches double when they are full, so a short request never pays for a long one.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import torch
+
+from ddtree.builder import Manifest
+from ddtree.runtime.engine import KVCaches
+from ddtree.runtime.errors import EngineError
+
+_NUMPY = {torch.float32: np.float32, torch.int64: np.int64}
+_MASKS = ("attention_mask", "sliding_attention_mask")
+_SHORTEST_CACHE = 128  # rows; below this a longer cache costs nothing measurable
+
+
+class _Model:
+    """One graph, its session and its caches."""
+
+    def __init__(self, path: Path, layers: int, kv_heads: int, head_dim: int, threads: int | None):
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        try:
+            self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime has one exception class per status code and no public base class
+            raise EngineError(
+                f"{path}: ONNX Runtime cannot open it: {_first_line(error)} (build the engine again)"
+            ) from error
+        self.binding = self.session.io_binding()
+        self.caches = [_zeros(0, kv_heads, 0, head_dim) for _ in range(2 * layers)]  # key, value of layer 0, ...
+        self.bound: tuple[int, int] | None = None  # (first, batch) that the caches are bound for
+
+    @property
+    def cache_length(self) -> int:
+        return self.caches[0].shape[2]
+
+    def reset(self, slots: int) -> None:
+        self.caches = [_zeros(slots, cache.shape[1], _SHORTEST_CACHE, cache.shape[3]) for cache in self.caches]
+        self.bound = None
+
+    def reserve(self, length: int) -> None:
+        if length <= self.cache_length:
+            return
+        length = 1 << (length - 1).bit_length()
+        for i, old in enumerate(self.caches):
+            self.caches[i] = _zeros(old.shape[0], old.shape[1], length, old.shape[3])
+            self.caches[i][:, :, : old.shape[2]] = old
+        self.bound = None
+
+    def release(self, slot: int, last: int, *, zero: bool) -> None:
+        for cache in self.caches:
+            if zero:
+                cache[slot].zero_()
+            if last != slot:
+                cache[[slot, last]] = cache[[last, slot]]
+
+    def run(self, first: int, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+        batch = next(iter(inputs.values())).shape[0]
+        if self.bound != (first, batch):
+            self._bind_caches(first, batch)
+        for name, tensor in inputs.items():
+            self._bind(self.binding.bind_input, name, tensor)
+        for name, tensor in outputs.items():
+            self._bind(self.binding.bind_output, name, tensor)
+        try:
+            self.session.run_with_iobinding(self.binding)
+        except Exception as error:
+            raise EngineError(f"ONNX Runtime failed in a pass of {batch} slots: {_first_line(error)}") from error
+
+    def _bind_caches(self, first: int, batch: int) -> None:
+        for i, cache in enumerate(self.caches):
+            name = f"{i // 2}.{'value' if i % 2 else 'key'}"
+            self._bind(self.binding.bind_input, f"past_key_values.{name}", cache[first : first + batch])
+            self._bind(self.binding.bind_output, f"present.{name}", cache[first : first + batch])
+        self.bound = (first, batch)
+
+    @staticmethod
+    def _bind(bind: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
+        bind(name, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+
+
+class OnnxRuntimeEngine:
+    """See ``ddtree.runtime.engine.Engine``."""
+
+    dtype = torch.float32
+
+    def __init__(self, directory: Path, threads: int | None = None):
+        self.manifest = manifest = Manifest.load(directory)
+        target, draft = manifest.target, manifest.draft
+        self._target = _Model(
+            directory / "target.onnx", target.num_hidden_layers, target.num_key_value_heads, target.head_dim, threads
+        )
+        self._draft = None
+        if draft is not None:
+            self._draft = _Model(
+                directory / "draft.onnx", draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, threads
+            )
+        self._features_width = len(draft.target_layer_ids) * target.hidden_size if draft is not None else 0
+        self.draft_to_target = None
+        if draft is not None and draft.draft_to_target is not None:
+            self.draft_to_target = torch.from_numpy(np.load(directory / draft.draft_to_target))
+
+    def reset(self, slots: int) -> None:
+        for model in (self._target, self._draft):
+            if model is not None:
+                model.reset(slots)
+
+    def reserve_target(self, length: int) -> None:
+        self._target.reserve(length)
+
+    def reserve_draft(self, length: int) -> None:
+        assert self._draft is not None
+        self._draft.reserve(length)
+
+    def release(self, slot: int, last: int, *, zero: bool) -> None:
+        for model in (self._target, self._draft):
+            if model is not None:
+                model.release(slot, last, zero=zero)
+
+    def target_caches(self, slots: int) -> KVCaches:
+        views = [cache[:slots] for cache in self._target.caches]
+        return list(zip(views[::2], views[1::2], strict=True))
+
+    @property
+    def target_cache_length(self) -> int:
+        return self._target.cache_length
+
+    @property
+    def draft_cache_length(self) -> int:
+        return self._draft.cache_length if self._draft is not None else 0
+
+    def draft(
+        self,
+        first: int,
+        features: torch.Tensor,
+        context_position_ids: torch.Tensor,
+        block_ids: torch.Tensor,
+        block_position_ids: torch.Tensor,
+        attention_masks: Sequence[torch.Tensor],
+        write_index: torch.Tensor,
+    ) -> torch.Tensor:
+        draft = self.manifest.draft
+        assert draft is not None
+        assert self._draft is not None
+        logits = torch.empty(features.shape[0], draft.max_depth, draft.vocab_size)  # [batch, D, vocab]
+        self._draft.run(
+            first,
+            {
+                "context_features": features,
+                "context_position_ids": context_position_ids,
+                "block_ids": block_ids,
+                "block_position_ids": block_position_ids,
+                **dict(zip(_MASKS, attention_masks, strict=False)),
+                "write_index": write_index,
+            },
+            {"draft_logits": logits},
+        )
+        return logits
+
+    def target(
+        self,
+        first: int,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_masks: Sequence[torch.Tensor],
+        write_index: torch.Tensor,
+        logit_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, seq = input_ids.shape
+        logits = torch.empty(batch, logit_rows.shape[1], self.manifest.target.vocab_size)  # [batch, rows, vocab]
+        features = torch.empty(batch, seq, self._features_width)  # [batch, seq, layers*hidden]
+        self._target.run(
+            first,
+            {
+                "input_ids": input_ids,
+                "position_ids": position_ids,
+                **dict(zip(_MASKS, attention_masks, strict=False)),
+                "write_index": write_index,
+                "logit_rows": logit_rows,
+            },
+            {"logits": logits, **({"context_features": features} if self._draft is not None else {})},
+        )
+        return logits, features
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,189 @@
+"""The console command as a user meets it: a process of its own, its two streams, its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+DDTREE = [sys.executable, "-c", "from ddtree.runtime.cli import main; main()"]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def ddtree(cache: Path):
+    def run(*arguments: object, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+        process = subprocess.run(
+            [*DDTREE, *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            env=os.environ | {"DDTREE_CACHE": str(cache), "COLUMNS": "200"} | environment,
+            timeout=120,
+            check=False,
+        )
+        return subprocess.CompletedProcess(
+            process.args, process.returncode, process.stdout.decode(), process.stderr.decode()
+        )
+
+    return run
+
+
+def refusal(process: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a refusal."""
+    assert process.returncode == 2, process.stderr
+    assert process.stdout == ""
+    lines = process.stderr.splitlines()
+    assert len(lines) == 1, process.stderr
+    assert lines[0].startswith("ddtree: ")
+    return lines[0].removeprefix("ddtree: ")
+
+
+def test_text_and_nothing_else_goes_to_standard_output(ddtree, tiny_engine: Path) -> None:
+    process = ddtree(
+        "generate", "w1 w2 w3", "--engine", tiny_engine, "--max-tokens", 20, "--seed", 7, "--temperature", 1
+    )
+    assert process.returncode == 0, process.stderr
+    assert set(process.stdout.split()) <= {f"w{i}" for i in range(24)}
+    assert process.stderr.count("\n") == 1
+    assert "tokens/s" in process.stderr
+    assert "acceptance length" in process.stderr
+
+
+def test_every_method_prints_the_same_text(ddtree, tiny_engine: Path) -> None:
+    settings = ["w1 w2", "--engine", tiny_engine, "--max-tokens", 30, "--seed", 9, "--temperature", 0.9, "--top-k", 20]
+    texts = {ddtree("generate", *settings, "--method", method).stdout for method in ("ddtree", "chain", "ar")}
+    texts |= {ddtree("generate", *settings, "--budget", budget).stdout for budget in (0, 100)}
+    assert len(texts) == 1
+
+
+def test_compare_says_the_speed_up_and_that_the_text_is_the_same(ddtree, tiny_engine: Path) -> None:
+    process = ddtree("generate", "w1", "--engine", tiny_engine, "--max-tokens", 20, "--compare")
+    assert process.returncode == 0, process.stderr
+    assert "times plain decoding" in process.stderr
+    assert "same text" in process.stderr
+
+
+def test_show_tree_draws_each_round_on_standard_error(ddtree, tiny_engine: Path) -> None:
+    process = ddtree("generate", "w1", "--engine", tiny_engine, "--max-tokens", 12, "--budget", 5, "--show-tree")
+    assert process.returncode == 0, process.stderr
+    assert "└──" in process.stderr
+    assert "bonus" in process.stderr
+    assert "─" not in process.stdout
+
+
+def test_a_prompt_comes_from_a_file_or_from_standard_input(ddtree, tiny_engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("w1 w2 w3")
+    settings = ["--engine", tiny_engine, "--max-tokens", 9]
+    expected = ddtree("generate", "w1 w2 w3", *settings).stdout
+    assert ddtree("generate", "--file", file, *settings).stdout == expected
+    assert ddtree("generate", *settings, stdin=b"w1 w2 w3").stdout == expected
+    assert ddtree("generate", "--file", "-", *settings, stdin=b"w1 w2 w3").stdout == expected
+
+
+def test_checkpoints_are_built_once_and_then_opened(ddtree, tiny_pair: tuple[Path, Path], cache: Path) -> None:
+    settings = ["generate", "w4", "--target", tiny_pair[0], "--draft", tiny_pair[1], "--max-tokens", 5]
+    first = ddtree(*settings)
+    assert first.returncode == 0, first.stderr
+    engines = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert ddtree(*settings).stdout == first.stdout
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == engines
+
+
+def test_build_then_inspect(ddtree, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    build = ["build", "--target", tiny_pair[0], "--draft", tiny_pair[1], "--output", engine]
+    assert ddtree(*build, "--budget", 31).returncode == 0
+    shown = ddtree("inspect", engine)
+    assert shown.returncode == 0, shown.stderr
+    assert "31" in shown.stdout
+    assert "qwen3" in shown.stdout
+    assert str(engine) in refusal(ddtree(*build))  # what is there is not overwritten
+    assert ddtree(*build, "--force").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "w1", "--max-tokens", "many"], "many"),
+        (["generate", "w1", "--method", "eagle"], "eagle"),
+        (["generate", "w1", "--budget", "-1"], "budget -1"),
+        (["generate", "w1", "--budget", "5000"], "budget 5000 exceeds the engine's max_tree_nodes 255"),
+        (["generate", "w1", "--temperature", "-1"], "temperature -1"),
+        (["generate", "w1", "--top-p", "0"], "top_p 0"),
+        (["generate", "w1", "--seed", "-4"], "seed -4"),
+        (["generate", "w1", "--max-tokens", "3000"], "max_seq_len 2048"),
+        (["generate", "w1 " * 3000], "max_seq_len 2048"),
+        (["generate", "w1", "--file", "there"], "give one"),
+        (["generate", "--file", "nowhere.txt"], "nowhere.txt"),
+        (["generate", "--file", "."], "."),
+        (["generate"], "no prompt"),
+        (["generate", "w1", "--draft", "d"], "--draft"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(ddtree, tiny_engine: Path, arguments: list[str], named: str) -> None:
+    extra = [] if "--draft" in arguments else ["--engine", tiny_engine]
+    assert named in refusal(ddtree(*arguments, *extra))
+
+
+def test_a_prompt_file_that_is_not_text_is_refused(ddtree, tiny_engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"w1 w2 \xff\xfe")
+    assert refusal(ddtree("generate", "--file", file, "--engine", tiny_engine)).endswith(
+        "is not UTF-8 text at byte 6 (convert it first)"
+    )
+
+
+def test_a_checkpoint_or_engine_that_cannot_be_used_is_refused(
+    ddtree, tiny_pair, tiny_engine: Path, tmp_path: Path
+) -> None:
+    target, draft = tiny_pair
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    for file in target.iterdir():
+        data = file.read_bytes()
+        (truncated / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    config = json.loads((draft / "config.json").read_text()) | {"hidden_size": 64}
+    (foreign / "config.json").write_text(json.dumps(config))
+    save_file(load_file(draft / "model.safetensors"), foreign / "model.safetensors")
+    output = tmp_path / "output"
+    for arguments, named in [
+        (["build", "--target", tmp_path / "nothing", "--draft", draft, "--output", output], "nothing"),
+        (["build", "--target", truncated, "--draft", draft, "--output", output], "model.safetensors"),
+        (["build", "--target", target, "--draft", foreign, "--output", output], "hidden"),
+        (["build", "--target", target, "--draft", draft, "--output", output, "--engine", "tensorrt"], "tensorrt"),
+        (["generate", "w1", "--engine", tmp_path / "nothing"], "nothing"),
+        (["inspect", tmp_path], str(tmp_path)),
+    ]:
+        assert named in refusal(ddtree(*arguments))
+        assert not output.exists()
+        assert not [path for path in tmp_path.iterdir() if path.name not in ("truncated", "foreign")]
+
+
+def test_nan_logits_are_an_error_with_exit_code_2(ddtree, poisoned_engine: Path) -> None:
+    process = ddtree("generate", "w5", "--engine", poisoned_engine)
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
+    assert "hold NaN" in process.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(tiny_engine: Path) -> None:
+    process = subprocess.run(
+        f"{sys.executable} -c 'from ddtree.runtime.cli import main; main()' generate w1 --max-tokens 200 "
+        f"--engine {tiny_engine} | head -c 3; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        check=False,
+    )
+    assert process.returncode == 0
+    assert b"Traceback" not in process.stderr

@@ -1,0 +1,203 @@
+"""Where a text ends, what is reported, and how it streams."""
+
+import itertools
+
+import pytest
+
+from ddtree.runtime import LLM, RequestError, SamplingParams
+
+PROMPT = [1, 2, 3]
+FREE = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
+
+
+def full_text(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, SamplingParams(max_tokens=60, **FREE)).outputs[0].token_ids
+
+
+@pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
+def test_max_tokens_is_met_exactly_wherever_a_round_ends(tiny_llm: LLM, method: str) -> None:
+    expected = full_text(tiny_llm)
+    tiny_llm.method, tiny_llm.budget = method, 64
+    for count in range(1, 30):
+        output = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=count, **FREE))
+        assert output.outputs[0].token_ids == expected[:count]
+        assert output.outputs[0].finish_reason == "length"
+        assert output.finished
+
+
+@pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
+def test_a_stop_token_ends_the_text_inside_an_accepted_path(tiny_llm: LLM, method: str) -> None:
+    expected = full_text(tiny_llm)
+    tiny_llm.method, tiny_llm.budget = method, 255
+    for stop in set(expected):
+        end = expected.index(stop) + 1
+        completion = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=60, stop_token_ids=[stop], **FREE)).outputs[0]
+        assert completion.token_ids == expected[:end]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_token_wins_over_max_tokens_at_the_same_place(tiny_llm: LLM) -> None:
+    expected = full_text(tiny_llm)
+    stop = expected[9]
+    end = expected.index(stop) + 1
+    completion = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=end, stop_token_ids=[stop], **FREE)).outputs[0]
+    assert completion.finish_reason == "stop"
+
+
+def test_end_id_replaces_the_checkpoints_and_ignore_eos_ignores_it(tiny_llm: LLM) -> None:
+    expected = full_text(tiny_llm)
+    end_id = expected[3]
+    until = expected[: expected.index(end_id) + 1]
+    settings = {"max_tokens": 60, "temperature": 1.0, "seed": 5, "end_id": end_id}
+    assert tiny_llm.generate(PROMPT, SamplingParams(**settings)).outputs[0].token_ids == until
+    assert tiny_llm.generate(PROMPT, SamplingParams(**settings, ignore_eos=True)).outputs[0].token_ids == expected
+
+
+def test_statistics_count_what_the_rounds_did(tiny_llm: LLM) -> None:
+    rounds: list[tuple[int, int]] = []
+    tiny_llm.budget = 64
+    tiny_llm.on_round = lambda tree, verified: rounds.append((int(tree.node_count[0]), int(verified.accepted_count[0])))
+    output = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=50, **FREE))
+    assert output.statistics.rounds == len(rounds)
+    assert output.statistics.accepted_tokens == sum(accepted for _, accepted in rounds)
+    assert 1 + sum(accepted + 1 for _, accepted in rounds) >= 50 > 1 + sum(accepted + 1 for _, accepted in rounds[:-1])
+    assert all(nodes == 65 for nodes, _ in rounds)  # the root is not in the budget
+
+
+def test_an_absent_seed_is_random_and_reported(tiny_llm: LLM) -> None:
+    outputs = [tiny_llm.generate(PROMPT, SamplingParams(max_tokens=30, temperature=1.0)).outputs[0] for _ in range(3)]
+    assert len({output.seed for output in outputs}) == 3
+    again = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=30, temperature=1.0, seed=outputs[0].seed)).outputs[0]
+    assert again.token_ids == outputs[0].token_ids
+
+
+def test_the_stream_grows_to_the_text_that_generate_gives(tiny_llm: LLM) -> None:
+    params = SamplingParams(max_tokens=50, **FREE)
+    expected = tiny_llm.generate(PROMPT, params)
+    outputs = list(tiny_llm.stream(PROMPT, params))
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert len(outputs) == expected.statistics.rounds + 1
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+    assert texts[-1] == expected.outputs[0].text
+
+
+def test_a_prompt_longer_than_a_chunk_gives_the_same_drafts(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Context features of every chunk reach the drafter: the trees, not just the text, are the same."""
+    prompt = [(i * i + 3 * i) % 22 for i in range(300)]
+
+    def trees() -> tuple[list[list[int]], list[int]]:
+        seen: list[list[int]] = []
+        tiny_llm.on_round = lambda tree, verified: seen.append(tree.token_ids[0].tolist())
+        return seen, tiny_llm.generate(prompt, SamplingParams(max_tokens=30, **FREE)).outputs[0].token_ids
+
+    monkeypatch.setattr("ddtree.runtime.round.PREFILL_CHUNK", 512)
+    whole = trees()
+    for chunk in (1, 7, 150, 299):
+        monkeypatch.setattr("ddtree.runtime.round.PREFILL_CHUNK", chunk)
+        assert trees() == whole
+
+
+def test_caches_grow_while_a_text_is_written(tiny_llm: LLM) -> None:
+    """A text that crosses several cache sizes is the text of an engine whose caches were long from the start."""
+    params = SamplingParams(max_tokens=600, **FREE)
+    grown = tiny_llm.generate(PROMPT, params).outputs[0].token_ids
+    assert tiny_llm.engine.target_cache_length == 1024
+    stream = tiny_llm.stream(PROMPT, params)
+    first = next(stream)
+    assert tiny_llm.engine.target_cache_length == 128  # a new request does not pay for the last one's length
+    tiny_llm.engine.reserve_target(2048)
+    tiny_llm.engine.reserve_draft(2048)
+    *_, last = stream
+    assert first.outputs[0].token_ids == grown[:1]
+    assert last.outputs[0].token_ids == grown
+
+
+def test_caches_are_updated_in_place(tiny_llm: LLM) -> None:
+    stream = tiny_llm.stream(PROMPT, SamplingParams(max_tokens=40, **FREE))
+    next(stream)
+    before = [cache.data_ptr() for pair in tiny_llm.engine.target_caches(1) for cache in pair]
+    rows = [key[0, :, 3].clone() for key, _ in tiny_llm.engine.target_caches(1)]
+    *_, _ = stream
+    assert [cache.data_ptr() for pair in tiny_llm.engine.target_caches(1) for cache in pair] == before
+    assert all(
+        (key[0, :, 3] != row).any() for (key, _), row in zip(tiny_llm.engine.target_caches(1), rows, strict=True)
+    )
+
+
+@pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
+def test_nan_logits_fail_their_request_alone_and_leave_no_trace(poisoned_engine, method: str) -> None:
+    llm = LLM(poisoned_engine, method=method)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
+    healthy = [[1, 2, 3], [4, 4, 6, 7]]
+    expected = [llm.generate(prompt, params).outputs[0].token_ids for prompt in healthy]
+    mixed = llm.generate([healthy[0], [9, 5, 1], healthy[1], [5], *healthy], params)
+    assert [output.error is not None for output in mixed] == [False, True, False, True, False, False]
+    assert mixed[1].error == (
+        "the target's logits at position 3 hold NaN or no finite value (check the checkpoint's weights)"
+    )
+    assert mixed[1].outputs[0].finish_reason == "error"
+    written = [output.outputs[0].token_ids for output in mixed if output.error is None]
+    assert written == expected + expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature -0.1 is out of range (use 0 or more)"),
+        ({"temperature": float("nan")}, "temperature nan is not a finite number"),
+        ({"top_p": 0.0}, "top_p 0 keeps no token (use a value above 0, 1 turns the filter off)"),
+        ({"top_p": 1.5}, "top_p 1.5 is out of range (use 0 to 1)"),
+        ({"min_p": 2}, "min_p 2.0 is out of range (use 0 to 1)"),
+        ({"top_k": -1}, "top_k -1 is out of range (use 0 or more)"),
+        ({"top_k": 2.5}, "top_k 2.5 is not a whole number"),
+        ({"max_tokens": 0}, "max_tokens 0 is out of range (use 1 or more)"),
+        ({"seed": 2**64}, f"seed {2**64} is out of range (use 0 to {2**64 - 1})"),
+        ({"stop_token_ids": [24]}, "stop_token_ids 24 is out of range (use 0 to 23)"),
+        ({"max_tokens": 2046}, "prompt of 3 tokens and max_tokens 2046 exceed the engine's max_seq_len 2048 "
+         "(lower max_tokens to 2045, or rebuild with a larger --max-seq-len)"),
+    ],
+)  # fmt: skip
+def test_a_setting_out_of_range_is_refused_before_anything_runs(tiny_llm: LLM, settings: dict, message: str) -> None:
+    ran: list[object] = []
+    tiny_llm.on_round = lambda *_: ran.append(_)
+    with pytest.raises(RequestError) as refusal:
+        tiny_llm.generate([PROMPT, PROMPT], [SamplingParams(), SamplingParams(**settings)])
+    assert str(refusal.value) == message
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty (give at least one token)"),
+        ("", "the prompt is empty (give at least one token)"),
+        ([1, 24], "prompt token 24 is out of range (use 0 to 23)"),
+        ([1] * 2048, "prompt of 2048 tokens and max_tokens 32 exceed the engine's max_seq_len 2048 "
+         "(shorten the prompt to at most 2047 tokens, or rebuild with a larger --max-seq-len)"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_cannot_be_served_is_refused(tiny_llm: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        tiny_llm.generate([prompt])
+    assert str(refusal.value) == message
+
+
+def test_the_context_can_be_filled_to_its_last_token(tiny_llm: LLM) -> None:
+    prompt = [i % 22 for i in range(2000)]
+    params = SamplingParams(max_tokens=48, **FREE)
+    texts = []
+    for tiny_llm.method, tiny_llm.budget in [("ar", 0), ("chain", 0), ("ddtree", 255)]:
+        texts.append(tiny_llm.generate(prompt, params).outputs[0].token_ids)
+    assert len(texts[0]) == 48
+    assert texts[1] == texts[2] == texts[0]
+
+
+def test_a_method_that_does_not_fit_the_engine_is_refused(tiny_engine) -> None:
+    with pytest.raises(
+        RequestError, match=r"^budget 256 exceeds the engine's max_tree_nodes 255 \(rebuild with --budget 256\)$"
+    ):
+        LLM(tiny_engine, budget=256)
+    with pytest.raises(RequestError, match=r"^method 'eagle' is not known \(use one of ddtree, chain, ar\)$"):
+        LLM(tiny_engine, method="eagle")
