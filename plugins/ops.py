@@ -10,9 +10,10 @@ Arguments of wrong shape, dtype or range raise a one-line error before any work.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from ddtree.plugins import reference
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, root_tree
-from torch import Tensor
 
 __all__ = [
     "DraftTree",

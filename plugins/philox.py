@@ -1,70 +1,81 @@
 """Philox4x32-10, a counter-based random generator: the noise of a token depends on (seed, position, token) alone.
 
-Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). NumPy, not torch: a draw is some
-fifty operations on short arrays, and NumPy's cost of a call is a fifth of torch's.
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). NumPy, not torch: the ten rounds
+are some fifty operations on short arrays, and a NumPy call costs a fifth of a torch operation.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
-# Groups of four words worked on at a time, so that the intermediate arrays stay in a core's own cache.
-_CHUNK = 4096
 
 
 def philox4x32_10(counter: NDArray, key: NDArray) -> NDArray:
-    """Ten rounds of Philox. ``counter`` [4, n] and ``key`` [2, n] or [2, 1], both uint64 that hold 32-bit words.
+    """The four random words of each counter.
 
-    Returns the four words, [4, n] uint64.
+    Args:
+        counter: uint64 [4, n], values below 2^32.
+        key: uint64 [2, 1] or [2, n], values below 2^32.
+
+    Returns:
+        uint64 [4, n], values below 2^32.
     """
-    multiplied = np.stack((counter[0], counter[2]))  # [2, n]
-    mixed = np.stack((counter[1], counter[3]))  # [2, n], only its low 32 bits count
-    for _ in range(10):
-        product = (multiplied * _MULTIPLIERS)[::-1]
-        multiplied = ((product >> _HIGH) ^ mixed ^ key) & _LOW_32
-        mixed = product
-        key = (key + _KEY_STEPS) & _LOW_32
-    mixed = mixed & _LOW_32
-    return np.stack((multiplied[0], mixed[0], multiplied[1], mixed[1]))
+    round_keys = (key + _KEY_STEPS * np.arange(10, dtype=np.uint64)[:, None, None]) & _LOW_32  # [10, 2, n or 1]
+    even = counter[::2].copy()  # words 0 and 2, which are multiplied
+    odd = counter[1::2].copy()  # words 1 and 3; bits above the 32nd do not matter here
+    product, high = np.empty_like(even), np.empty_like(even)
+    for round_key in round_keys:
+        np.multiply(even, _MULTIPLIERS, out=product)
+        crossed = product[::-1]  # word 0 of the next round comes from the product of word 2, and the reverse
+        np.right_shift(crossed, _HIGH, out=high)
+        np.bitwise_xor(odd, round_key, out=odd)
+        np.bitwise_xor(odd, high, out=even)
+        np.bitwise_and(even, _LOW_32, out=even)
+        odd, product = crossed, odd
+    words = np.empty_like(counter)
+    words[::2] = even
+    words[1::2] = odd & _LOW_32
+    return words
 
 
 def uniform(words: NDArray) -> NDArray:
-    """Words of the generator as float32 in (0, 1): ``min((r + 0.5) * 2^-32, 1 - 2^-24)``, so that no coin is 0 or 1."""
+    """Random words as float32 in (0, 1): ``min((r + 0.5) * 2^-32, 1 - 2^-24)``, so that none is 0 or 1."""
     return np.minimum((words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
 
 
-def token_uniforms(seeds: NDArray, positions: NDArray, groups: NDArray) -> NDArray:
-    """The uniform of tokens 4g .. 4g+3: float32 [n, 4] for ``seeds`` and ``positions`` and ``groups`` g, int64 [n]."""
-    parts = []
-    for start in range(0, groups.size, _CHUNK):
-        part = slice(start, start + _CHUNK)
-        group = groups[part].astype(np.uint64)
-        zero = np.zeros_like(group)
-        counter = np.stack((group, positions[part].astype(np.uint64), zero, zero))
-        parts.append(uniform(philox4x32_10(counter, split_seed(seeds[part]))).T)
-    return np.concatenate(parts)
+def token_uniforms(seed: int, positions: NDArray, groups: NDArray) -> NDArray:
+    """The uniforms of tokens 4g .. 4g+3 for every position p and group g: float32 [positions, groups, 4].
+
+    The counter of token v is (v // 4, p, 0, 0), and word v % 4 is taken.
+    """
+    counter = np.zeros((4, positions.size, groups.size), np.uint64)
+    counter[0] = groups
+    counter[1] = positions[:, None]
+    words = philox4x32_10(counter.reshape(4, -1), seed_key(seed))
+    return uniform(words.T).reshape(positions.size, groups.size, 4)
 
 
-def coins(seeds: NDArray, positions: NDArray) -> NDArray:
-    """The two coins of method target_only at each position, float32 [n, 2]: accept, and residual draw."""
-    zero = np.zeros(positions.size, dtype=np.uint64)
-    counter = np.stack((zero, positions.astype(np.uint64), zero + np.uint64(1), zero))
-    return uniform(philox4x32_10(counter, split_seed(seeds))[:2]).T
+def coins(seed: int, position: int) -> tuple[float, float]:
+    """Method target_only's coins for the token at ``position``: to accept a child, and to draw from what is left.
+
+    The counter is (0, position, 1, 0), words 0 and 1.
+    """
+    words = uniform(philox4x32_10(np.array([[0], [position], [1], [0]], np.uint64), seed_key(seed)))
+    return float(words[0, 0]), float(words[1, 0])
 
 
-def split_seed(seeds: NDArray) -> NDArray:
-    """64-bit seeds, int64 [n], as Philox keys: low and high word, uint64 [2, n]."""
-    bits = seeds.astype(np.uint64)
-    return np.stack((bits & _LOW_32, bits >> _HIGH))
+def seed_key(seed: int) -> NDArray:
+    """A 64-bit seed, signed or not, as a Philox key: low word, high word."""
+    return np.array([[seed & 0xFFFFFFFF], [seed >> 32 & 0xFFFFFFFF]], np.uint64)
 
 
 def gumbel(uniforms: NDArray) -> NDArray:
-    """Gumbel noise ``-log(-log1p(-u))``, float32.
+    """Gumbel noise ``-log(-log1p(-u))``, float32; the small u, which win, keep their full precision.
 
-    Small u are the ones that win; log1p keeps their full precision. The logarithms are taken in float64, because a
-    float32 vector logarithm may round the same u differently at another place of an array.
+    The logarithms are taken in float64: a vectorised float32 logarithm may round the same u differently at another
+    place of an array.
     """
     return -np.log(-np.log1p(-uniforms.astype(np.float64))).astype(np.float32)

@@ -6,16 +6,23 @@ of a torch operation's and a round on a CPU is made of many small ones. Argument
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
-from ddtree.plugins import philox
-from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddtree.plugins import philox
+from ddtree.plugins.sampling import TokenNoise, coupled_draw, filtered_weights, target_only_draw
+from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified
+
 # Below this temperature a slot is decoded greedily.
 GREEDY_TEMPERATURE = 1e-5
+# Up to this many draft logits a slot NumPy reads them, on one core: torch would share them out among its threads, and
+# waiting for those, while ONNX Runtime's own keep the cores, takes longer than the work.
+_FEW = 1 << 18
+_LOWEST = np.finfo(np.float32).min
 
 # ---------------------------------------------------------------------------------------------------------------------
 # build_tree
@@ -45,25 +52,22 @@ def build_tree(
     node_logws = np.full((batch, width), -np.inf, np.float32)
     node_logws[:, 0] = 0
     node_count = np.ones(batch, np.int32)
-
     if budget > 0:
-        wanted = 1 if mode == "chain" else budget
-        candidates = _candidates(logits, wanted, budget)
+        tokens, log_probs, starts, floor = _candidates(logits, budget, mode == "chain")
+        if target_ids is not None:
+            tokens = target_ids[tokens]
         for slot in range(batch):
-            tokens = candidates[slot * max_depth : (slot + 1) * max_depth]
-            log_probs = [lp for _, lp in tokens]
-            depth, rank, parent, logw = _best_prefixes(log_probs, budget)
-            if keep_chain and mode == "tree" and budget >= max_depth:
-                depth, rank, parent, logw = _with_chain(depth, rank, parent, logw, log_probs, budget)
+            first = starts[slot * max_depth : (slot + 1) * max_depth + 1]
+            ranked = [log_probs[i:j] for i, j in pairwise(first)]  # per depth, descending
+            depth, rank, parent, logw = _best_prefixes(ranked, budget, floor[slot])
+            if keep_chain and budget >= max_depth:
+                depth, rank, parent, logw = _with_chain(depth, rank, parent, logw, ranked, budget)
             count = 1 + depth.size
-            offsets = np.cumsum([0] + [ids.size for ids, _ in tokens])
-            token_ids[slot, 1:count] = np.concatenate([ids for ids, _ in tokens])[offsets[depth - 1] + rank]
+            token_ids[slot, 1:count] = tokens[first[depth - 1] + rank]
             parents[slot, 1:count] = parent
             depths[slot, 1:count] = depth
             node_logws[slot, 1:count] = logw
             node_count[slot] = count
-    if target_ids is not None:
-        token_ids[:, 1:] = np.where(depths[:, 1:] > 0, target_ids[token_ids[:, 1:]], 0)
 
     next_token, next_sibling = _links(parents)
     return DraftTree(
@@ -74,7 +78,7 @@ def build_tree(
         node_count=torch.from_numpy(node_count),
         next_token=torch.from_numpy(next_token),
         next_sibling=torch.from_numpy(next_sibling),
-        ancestor_mask=torch.from_numpy(_ancestor_words(parents, max_depth)),
+        ancestor_mask=torch.from_numpy(_ancestor_words(parents, int(depths.max()))),
         max_depth=max_depth,
     )
 
@@ -92,110 +96,131 @@ def _to_target_vocabulary(logits: Tensor, draft_to_target: Tensor) -> tuple[Tens
     return shift + total.log(), target_ids.numpy()
 
 
-def _candidates(logits: Tensor, wanted: int, budget: int) -> list[tuple[NDArray, NDArray]]:
-    """For each of the batch * D rows, the tokens that can be in a tree: (ids, log-probabilities), best first.
+def _candidates(logits: Tensor, budget: int, chain: bool) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """The tokens that can be in a tree, without sorting the vocabulary.
 
-    At most ``wanted`` a row, ties by the lower id. A row that is no distribution (NaN, +inf, nothing finite) has none,
-    so the tree ends above it. Exact, but without sorting the vocabulary: the largest value of each block of tokens is
-    the value of some token, so the prefixes made of these alone bound the budget-th best prefix from below, and all
-    that falls short of the bound is never looked at.
+    Tokens come row by row (batch * D rows), in a row by descending logit and then by id. The largest log-probability of
+    a block of tokens is that of some token, so the prefixes "likeliest tokens, then the best of a block" are distinct
+    prefixes, and the budget-th best of them is not above that of all. A token is wanted only if the likeliest prefix
+    that ends in it reaches this floor. Rows that are no distribution (NaN, +inf, nothing finite) have no tokens.
+
+    Returns:
+        tokens, log_probs: [n], at most ``budget`` (``chain``: 1) a row.
+        starts: [batch * D + 1], where each row begins in them.
+        floor: [batch] float32, no node of the tree is below it.
     """
     batch, depths, vocab = logits.shape
-    log_probs = torch.log_softmax(logits, -1)
-    block = 64
-    while block > 1 and vocab < 2 * wanted * block:
-        block //= 2
+    block = 1  # large enough to shorten the search, with enough blocks left for the floor to be near
+    while block < 32 and vocab >= 8 * budget * block:
+        block *= 2
+    log_probs = _log_softmax(logits)
     if vocab % block:
-        log_probs = torch.nn.functional.pad(log_probs, (0, -vocab % block), value=-math.inf)
-    blocks = log_probs.view(batch * depths, -1, block)  # [rows, blocks, block]
-    block_max = blocks.amax(-1).nan_to_num_(nan=-math.inf)  # [rows, blocks]
-    kept = min(wanted, block_max.shape[1])
-    top = torch.topk(block_max, kept).values.view(batch, depths, kept).numpy()
-
-    before = np.zeros((batch, depths), np.float32)  # best prefix above each depth
-    before[:, 1:] = np.cumsum(top[:, :-1, 0], 1, dtype=np.float32)
-    known = (before[..., None] + top).reshape(batch, -1)
-    if wanted == 1:
-        floor = before + top[..., 0]
-    elif known.shape[1] >= budget:
-        floor = np.broadcast_to(np.partition(known, -budget, 1)[:, -budget, None], (batch, depths))
+        log_probs = np.pad(log_probs, ((0, 0), (0, 0), (0, -vocab % block)), constant_values=-np.inf)
+    blocked = log_probs.reshape(batch, depths, block, -1)  # tokens of a block are a stride apart
+    blocks = blocked.shape[-1]
+    # fmax turns the NaN of a row that is no distribution into -inf.
+    block_max = np.fmax(_block_max(blocked), np.float32(-np.inf))  # [batch, D, blocks]
+    best = block_max.max(-1)
+    above = np.zeros((batch, depths), np.float32)  # the likeliest prefix before each depth
+    np.cumsum(best[:, :-1], 1, out=above[:, 1:])
+    reach = above[..., None] + block_max
+    if chain:
+        floor = above + best  # [batch, D]
     else:
-        floor = np.full((batch, depths), -np.inf, np.float32)
-    before, floor = before.reshape(-1, 1), floor.reshape(-1, 1)
+        floor = np.full((batch, 1), -np.inf, np.float32)
+        if depths * blocks >= budget:
+            floor = _kth_largest(reach.reshape(batch, -1), budget)
+    floor = np.broadcast_to(np.maximum(floor, _LOWEST), (batch, depths))
 
-    def reaches(values: NDArray, row: NDArray | slice) -> NDArray:
-        logw = before[row] + values
-        return (logw >= floor[row]) & (logw > -np.inf)
-
-    row, chosen = np.nonzero(reaches(block_max.numpy(), slice(None)))
-    inside = blocks.numpy()[row, chosen]  # [chosen blocks, block]
-    which, place = np.nonzero(reaches(inside, row))
-    row, token = row[which], chosen[which] * block + place
-    log_prob = inside[which, place]
-    order = np.lexsort((-logits.numpy().reshape(batch * depths, vocab)[row, token], row))
-    token, log_prob = token[order], log_prob[order]
-    ends = np.cumsum(np.bincount(row, minlength=batch * depths)).tolist()
-    starts = [0, *ends[:-1]]
-    return [
-        (token[start : min(end, start + wanted)], log_prob[start : min(end, start + wanted)])
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    row, chosen = np.nonzero((reach >= floor[..., None]).reshape(batch * depths, blocks))
+    inside = blocked.reshape(batch * depths, block, blocks)[row, :, chosen]  # [n, block]
+    which, place = np.nonzero(above.ravel()[row, None] + inside >= floor.ravel()[row, None])
+    row, token, log_prob = row[which], place * blocks + chosen[which], inside[which, place]
+    order = np.lexsort((token, -logits.numpy().reshape(batch * depths, vocab)[row, token], row))
+    row, token, log_prob = row[order], token[order], log_prob[order]
+    starts = np.searchsorted(row, np.arange(batch * depths + 1))
+    most = 1 if chain else budget
+    if row.size and (np.diff(starts) > most).any():
+        kept = np.arange(row.size) - starts[row] < most
+        token, log_prob = token[kept], log_prob[kept]
+        starts = np.searchsorted(row[kept], np.arange(batch * depths + 1))
+    return token, log_prob, starts, floor.min(1)
 
 
-def _best_prefixes(log_probs: list[NDArray], budget: int) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """The ``budget`` most probable prefixes, best first: depth, rank of the last token, parent's node index, logw.
+def _log_softmax(logits: Tensor) -> NDArray:
+    if logits[0].numel() > _FEW:
+        return torch.log_softmax(logits, -1).numpy()
+    values = logits.numpy()
+    shifted = values - values.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
-    ``log_probs``: per depth the log-probabilities of its ranked tokens, descending. The order is by descending logw,
-    then by the tuple of ranks, which is the order in which a best-first heap pops them. A log-probability is never
-    above 0, so no prefix beats its parent and the first ``budget`` of that order are a tree.
 
-    Depth by depth, all prefixes not below the budget-th best so far are extended by all ranks; within a depth they
-    stay in the order of their rank tuples. Of those that tie with the budget-th best only the first ``budget`` of a
-    depth can be wanted, and neither can a descendant of one left out: it comes after them all.
+def _block_max(blocked: NDArray) -> NDArray:
+    return torch.from_numpy(blocked).amax(-2).numpy() if blocked[0].size > _FEW else blocked.max(-2)
+
+
+def _kth_largest(values: NDArray, k: int) -> NDArray:  # [batch, n] -> [batch, 1]
+    if values.shape[1] > _FEW // 32:
+        return torch.topk(torch.from_numpy(values), k).values[:, -1:].numpy()
+    return np.partition(values, -k, 1)[:, -k, None]
+
+
+def _best_prefixes(log_probs: list[NDArray], budget: int, floor: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """The ``budget`` most probable prefixes, best first: depth, rank of the last token, parent's node, logw; each [n].
+
+    The order is by descending logw, then by the tuple of ranks from the root: that in which a best-first heap pops
+    them. No log-probability is above 0, so no prefix beats its parent, and the first ``budget`` of that order are a
+    tree, whose nodes are numbered in it.
+
+    Depth by depth, every prefix not below ``floor`` is extended by every token that keeps it there; within a depth
+    prefixes stay in the order of their tuples. The floor rises to the budget-th best so far. Of the prefixes of a depth
+    that equal the floor only the first ``budget`` can be in the tree, and of their extensions none that another
+    prefix has: these come later still.
+
+    Args:
+        log_probs: per depth the log-probabilities of its tokens, best first.
+        floor: a bound, from below, on the budget-th best.
     """
-    level = np.zeros(1, np.float32)  # logw of the deepest prefixes kept, in the order of their rank tuples
-    level_start = -1  # index of level[0] among all prefixes kept; the root is -1
-    logws, ranks, parents, depths = [], [], [], []
+    level = np.zeros(1, np.float32)  # logw of the prefixes that are extended next
+    level_at = np.full(1, -1)  # where they stand in the lists below, counted through; -1 is the root
+    logws: list[NDArray] = []
+    ranks: list[NDArray] = []
+    parents: list[NDArray] = []
     total = 0
-    floor = np.float32(-np.inf)
-    best = np.zeros(0, np.float32)
-    for at, log_prob in enumerate(log_probs, start=1):
-        if log_prob.size == 0:
+    for log_prob in log_probs:
+        if level.size * log_prob.size > 4096:  # cut the table before it is made
+            extended = level + log_prob[0] >= floor
+            level, level_at = level[extended], level_at[extended]
+            if level.size:
+                log_prob = log_prob[level.max() + log_prob >= floor]
+        sums = level[:, None] + log_prob  # [prefixes, tokens]
+        parent, rank = np.nonzero(sums >= floor)
+        if parent.size == 0:
             break
-        extended = np.flatnonzero(level + log_prob[0] >= floor)
-        if extended.size == 0:
-            break
-        level = level[extended]
-        log_prob = log_prob[level.max() + log_prob >= floor]
-        sums = level[:, None] + log_prob  # [parents, ranks]
-        reached = sums >= floor
-        logw = sums[reached]
-        best = np.concatenate((best, logw))
-        if best.size > budget:
-            best = np.partition(best, -budget)[-budget:]
-            floor = best[0]
-            reached = sums >= floor
-            logw = sums[reached]
-        parent, rank = np.nonzero(reached)
-        if logw.size > 2 * budget:
-            wanted = (logw > floor) | (np.cumsum(logw == floor) <= budget)
-            logw, parent, rank = logw[wanted], parent[wanted], rank[wanted]
-        logws.append(logw)
+        level = sums[parent, rank]
+        logws.append(level)
         ranks.append(rank)
-        parents.append(level_start + extended[parent] if at > 1 else np.full(parent.size, -1))
-        depths.append(np.full(logw.size, at))
-        level, level_start = logw, total
-        total += logw.size
+        parents.append(level_at[parent])
+        level_at = np.arange(total, total + level.size)
+        total += level.size
+        if total > 2 * budget:
+            floor = np.partition(np.concatenate(logws), -budget)[-budget]
+            reached = level >= floor
+            if np.count_nonzero(reached) > 2 * budget:
+                reached = (level > floor) | ((level == floor) & (np.cumsum(level == floor) <= budget))
+            level, level_at = level[reached], level_at[reached]
     if total == 0:
         none = np.zeros(0, np.int64)
         return none, none, none, np.zeros(0, np.float32)
 
-    logw, rank, parent, depth = (np.concatenate(parts) for parts in (logws, ranks, parents, depths))
+    logw, rank, parent = np.concatenate(logws), np.concatenate(ranks), np.concatenate(parents)
+    depth = np.repeat(np.arange(1, len(logws) + 1), [part.size for part in logws])
     order = np.argsort(-logw, kind="stable")[: budget + 1]
-    if (logw[order[1:]] == logw[order[:-1]]).any():
+    sorted_logw = logw[order]
+    if (sorted_logw[1:] == sorted_logw[:-1]).any():
         order = np.lexsort((*_rank_tuples(rank, parent, depth, budget), -logw))
     order = order[:budget]
-    node = np.zeros(total + 1, np.int64)  # prefix -> node index; the root, -1, is node 0
+    node = np.zeros(total + 1, np.int64)  # place in the lists -> node; the root, -1, is node 0
     node[order] = np.arange(1, order.size + 1)
     return depth[order], rank[order], node[parent[order]], logw[order]
 
@@ -218,23 +243,29 @@ def _rank_tuples(rank: NDArray, parent: NDArray, depth: NDArray, budget: int) ->
     return words[::-1]
 
 
-def _with_chain(depth, rank, parent, logw, log_probs, budget):
-    """The tree with the prefixes of best token after best token in it, in place of its least probable nodes."""
-    chain = np.cumsum([lp[0] for lp in log_probs if lp.size], dtype=np.float32)
-    on_chain = np.zeros(depth.size + 1, bool)  # by node
-    on_chain[0] = True
-    for node in np.flatnonzero(rank == 0):
-        on_chain[node + 1] = on_chain[parent[node]]
-    missing = chain.size - np.cumsum(on_chain[1:])
-    kept = int(np.count_nonzero(np.arange(1, depth.size + 1) + missing <= budget))
-    deepest = int(np.count_nonzero(on_chain[1 : kept + 1]))
-    tail = np.arange(deepest + 1, chain.size + 1)
-    last = int(np.flatnonzero(on_chain[: kept + 1])[-1])
+def _with_chain(
+    depth: NDArray, rank: NDArray, parent: NDArray, logw: NDArray, log_probs: list[NDArray], budget: int
+) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """The same tree with the chain of likeliest tokens whole, in place of the least probable nodes."""
+    length = next((at for at, log_prob in enumerate(log_probs) if log_prob.size == 0), len(log_probs))
+    chain_logw = np.cumsum([log_prob[0] for log_prob in log_probs[:length]], dtype=np.float32)
+    chain = [0]  # its nodes that are in the tree
+    while True:
+        child = np.flatnonzero((parent == chain[-1]) & (rank == 0))
+        if child.size == 0:
+            break
+        chain.append(int(child[0]) + 1)
+    nodes = np.arange(1, depth.size + 1)
+    missing = length - np.searchsorted(chain[1:], nodes, "right")  # of the chain, were the tree cut after this node
+    kept = int(np.count_nonzero(nodes + missing <= budget))
+    have = int(np.searchsorted(chain[1:], kept, "right"))
+    added = np.arange(have, length)  # depth - 1
+    joined = np.concatenate(([chain[have]], kept + 1 + np.arange(added.size)))[: added.size]
     return (
-        np.concatenate((depth[:kept], tail)),
-        np.concatenate((rank[:kept], np.zeros_like(tail))),
-        np.concatenate((parent[:kept], np.concatenate(([last], kept + np.arange(1, tail.size + 1)))[: tail.size])),
-        np.concatenate((logw[:kept], chain[deepest:])),
+        np.concatenate((depth[:kept], added + 1)),
+        np.concatenate((rank[:kept], np.zeros_like(added))),
+        np.concatenate((parent[:kept], joined)),
+        np.concatenate((logw[:kept], chain_logw[have:])),
     )
 
 
@@ -253,7 +284,7 @@ def _links(parents: NDArray) -> tuple[NDArray, NDArray]:
     return next_token.reshape(batch, width), next_sibling.reshape(batch, width)
 
 
-def _ancestor_words(parents: NDArray, max_depth: int) -> NDArray:
+def _ancestor_words(parents: NDArray, deepest: int) -> NDArray:
     """Packed ancestor masks, int32 [batch, N, ceil(N/32)], by doubling: each step sees twice as many generations."""
     batch, width = parents.shape
     node = np.arange(width)
@@ -263,7 +294,7 @@ def _ancestor_words(parents: NDArray, max_depth: int) -> NDArray:
     above = np.where(parents >= 0, parents, node) + np.arange(batch)[:, None] * width
     above = above.ravel()
     generations = 1
-    while generations <= max_depth:
+    while generations <= deepest:
         words = words | words[above]
         above = above[above]
         generations *= 2
@@ -319,197 +350,112 @@ def verify_tree(
     coins: Tensor | None = None,  # [batch, N] float32
     final_coin: Tensor | None = None,  # [batch] float32
 ) -> Verified:
-    batch, width, _ = logits.shape
+    batch, _, vocab = logits.shape
     outputs = tree.max_depth + 1
     accepted_nodes = np.full((batch, outputs), -1, np.int32)
+    accepted_count = np.zeros(batch, np.int32)
     output_ids = np.full((batch, outputs), -1, np.int32)
     logprobs = np.zeros((batch, outputs), np.float32)
     status = np.zeros(batch, np.int32)
 
-    real = np.arange(width) < tree.node_count.numpy()[:, None]
-    parents = np.where(real, tree.parents.numpy(), -1)
-    token_ids = tree.token_ids.numpy()
-    positions = root_positions.numpy() + 1  # of the token that the root predicts
-    temperature, seed = sampling.temperature.numpy(), sampling.seed.numpy()
-    greedy = temperature < GREEDY_TEMPERATURE if method != "greedy" else np.ones(batch, bool)
-    if method == "target_only":
-        walk = _TargetOnly(tree, positions, seed, threshold_single, threshold_acc, coins, final_coin)
-
-    slots = np.arange(batch)  # the walks that have not ended
-    nodes = np.zeros(batch, np.int64)  # where they stand
-    for depth in range(outputs):
-        rows = _read_rows(logits, slots, nodes)  # [walks, vocab]
-        largest = rows.max(1)
-        # +inf has no softmax either.
-        broken = ~np.isfinite(largest)
-        if broken.any():
-            status[slots[broken]] = 1
-            slots, nodes, rows, largest = slots[~broken], nodes[~broken], rows[~broken], largest[~broken]
-        log_total = np.log(np.exp(rows - largest[:, None]).sum(1))
-        allowed = rows
-        if token_bitmask is not None:
-            allowed = np.where(_allowed(token_bitmask, slots, nodes, rows.shape[1]), rows, -np.inf)
-            empty = allowed.max(1) == -np.inf
-            if empty.any():
-                status[slots[empty]] = 2
-                slots, nodes, rows, allowed = slots[~empty], nodes[~empty], rows[~empty], allowed[~empty]
-                largest, log_total = largest[~empty], log_total[~empty]
-        if slots.size == 0:
-            break
-        accepted_nodes[slots, depth] = nodes
-
-        if method == "target_only":
-            weights = np.zeros_like(allowed)
-            for index in range(slots.size):
-                if greedy[slots[index]]:
-                    weights[index, allowed[index].argmax()] = 1
+    temperatures = sampling.temperature.numpy()
+    top_k, top_p, min_p = sampling.top_k.tolist(), sampling.top_p.tolist(), sampling.min_p.tolist()
+    seeds, node_counts = sampling.seed.tolist(), tree.node_count.tolist()
+    # Slot after slot: walks share nothing, and a row of the vocabulary is vector enough.
+    for slot, root_position in enumerate(root_positions.tolist()):
+        temperature = temperatures[slot]
+        greedy = method == "greedy" or not temperature >= GREEDY_TEMPERATURE
+        filtered = top_k[slot] > 0 or top_p[slot] < 1 or min_p[slot] > 0
+        noise = TokenNoise(seeds[slot], root_position + 1, min(outputs, node_counts[slot]), vocab)
+        children = _Children(tree, slot)
+        node = 0
+        path: list[int] = []
+        tokens: list[int] = []
+        token_logprobs: list[float] = []
+        for depth in range(outputs):
+            row = _row(logits, slot, node)  # [vocab]
+            largest = row.max()
+            if not math.isfinite(largest):  # NaN, all -inf, or a +inf, which has no softmax either
+                status[slot] = 1
+                break
+            weights = np.exp(row - largest)
+            log_total = math.log(weights.sum())
+            allowed = row
+            if token_bitmask is not None:
+                allowed = _masked(row, token_bitmask[slot, node])
+                if allowed.max() == -np.inf:
+                    status[slot] = 2
+                    break
+            if greedy:
+                token = int(allowed.argmax())
+                child = children.carrying(node, token)
+            else:
+                scaled = allowed / temperature
+                if temperature != 1 or token_bitmask is not None:
+                    weights = np.exp(scaled - scaled.max())
+                if filtered:
+                    weights = filtered_weights(scaled, weights, top_k[slot], top_p[slot], min_p[slot])
+                    if not weights.any():
+                        status[slot] = 2
+                        break
+                if method == "coupled":
+                    token = coupled_draw(scaled, weights, noise.at(depth, weights))
+                    child = children.carrying(node, token)
                 else:
-                    weights[index] = _filtered(allowed[index : index + 1], sampling, slots[index : index + 1])[1][0]
-            token, child = walk.step(weights, slots, nodes, depth)
-        else:
-            token = allowed.argmax(1)
-            drawn = np.flatnonzero(~greedy[slots])
-            if drawn.size:
-                scaled, weights = _filtered(allowed[drawn], sampling, slots[drawn])
-                at = slots[drawn]
-                token[drawn] = _draw(scaled, weights, seed[at], positions[at] + depth)
-            carries = (parents[slots] == nodes[:, None]) & (token_ids[slots] == token[:, None])
-            child = carries.argmax(1)
-            child = np.where(carries[np.arange(slots.size), child], child, -1)
-        output_ids[slots, depth] = token
-        logprobs[slots, depth] = rows[np.arange(slots.size), token] - largest - log_total
-        goes_on = child >= 0
-        slots, nodes = slots[goes_on], child[goes_on]
-        if slots.size == 0:
-            break
-
-    failed = status != 0
-    accepted_nodes[failed] = -1
-    output_ids[failed] = -1
-    logprobs[failed] = 0
-    accepted_count = np.maximum((accepted_nodes >= 0).sum(1, dtype=np.int32) - 1, 0)
+                    coin, final = philox.coins(seeds[slot], root_position + 1 + depth)
+                    coin = coin if coins is None else float(coins[slot, node])
+                    final = final if final_coin is None else float(final_coin[slot])
+                    candidates = children.of(node) if depth < tree.max_depth else []
+                    token, child = target_only_draw(weights, candidates, coin, final, threshold_single, threshold_acc)
+            path.append(node)
+            tokens.append(token)
+            token_logprobs.append(float(row[token] - largest) - log_total)
+            if child < 0:
+                break
+            node = child
+        if status[slot] == 0:
+            accepted_nodes[slot, : len(path)] = path
+            accepted_count[slot] = len(path) - 1
+            output_ids[slot, : len(path)] = tokens
+            logprobs[slot, : len(path)] = token_logprobs
     return Verified(*(torch.from_numpy(a) for a in (accepted_nodes, accepted_count, output_ids, logprobs, status)))
 
 
-def _read_rows(logits: Tensor, slots: NDArray, nodes: NDArray) -> NDArray:
-    """Rows of the walks, float32 [walks, vocab]; nothing else of the logits is ever touched."""
-    if slots.size == 1:
-        return logits[int(slots[0]), int(nodes[0])].float().numpy()[None]
-    return logits[torch.from_numpy(slots), torch.from_numpy(nodes)].float().numpy()
+class _Children:
+    """The children of a slot's nodes. What lies past node_count is no node, whatever it holds."""
+
+    def __init__(self, tree: DraftTree, slot: int) -> None:
+        count = int(tree.node_count[slot])
+        self.token_ids = tree.token_ids[slot, :count].numpy()
+        self.parents = tree.parents[slot, :count].numpy()
+        self.next_token = tree.next_token[slot].numpy()
+        self.next_sibling = tree.next_sibling[slot].numpy()
+
+    def carrying(self, node: int, token: int) -> int:
+        """The child of ``node`` with ``token``, -1 if there is none."""
+        found = np.flatnonzero((self.parents == node) & (self.token_ids == token))
+        return int(found[0]) if found.size else -1
+
+    def of(self, node: int) -> list[tuple[int, int]]:
+        """(child, token) in sibling order."""
+        found = []
+        child = int(self.next_token[node])
+        while child >= 0:
+            found.append((child, int(self.token_ids[child])))
+            child = int(self.next_sibling[child])
+        return found
 
 
-def _allowed(token_bitmask: Tensor, slots: NDArray, nodes: NDArray, vocab: int) -> NDArray:
-    words = token_bitmask.numpy()[slots, nodes]  # [walks, ceil(vocab/32)]
-    return np.unpackbits(words.view(np.uint8), axis=1, count=vocab, bitorder="little").view(bool)
+def _row(logits: Tensor, slot: int, node: int) -> NDArray:
+    """One row, float32 [vocab]. Nothing else of the logits is ever read."""
+    if logits.dtype == torch.float32:
+        return logits.numpy()[slot, node]
+    return logits[slot, node].float().numpy()
 
 
-def _filtered(allowed: NDArray, sampling: SamplingTensors, slots: NDArray) -> tuple[NDArray, NDArray]:
-    """Logits over temperature [walks, vocab], and the weights of what temperature, top_k, top_p and min_p keep: the
-    probability over the largest one, 0 where filtered out."""
-    scaled = allowed / sampling.temperature.numpy()[slots, None]
-    weights = np.exp(scaled - scaled.max(1, keepdims=True))
-    vocab = scaled.shape[1]
-    top_k, top_p, min_p = (t.numpy()[slots] for t in (sampling.top_k, sampling.top_p, sampling.min_p))
-    top_k = np.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    for row in np.flatnonzero((top_k < vocab) | (top_p < 1)):
-        _keep_top(scaled[row], weights[row], int(top_k[row]), float(top_p[row]))
-    for row in np.flatnonzero(min_p > 0):
-        weights[row, weights[row] < min_p[row]] = 0
-    return scaled, weights
-
-
-def _keep_top(scaled: NDArray, weights: NDArray, top_k: int, top_p: float) -> None:
-    """Zeroes ``weights`` [vocab] outside top_k and, of what that leaves, outside top_p."""
-    vocab = scaled.size
-    width = top_k if top_k < vocab else min(64, vocab)
-    while True:
-        # Values only: the order of equal ones does not matter here.
-        values = torch.topk(torch.from_numpy(scaled), width).values.numpy()
-        mass = np.cumsum(np.exp(values - values[0]), dtype=np.float64)
-        total = mass[-1] if width == top_k else weights.sum(dtype=np.float64)
-        # A mass that equals top_p but for rounding has reached it.
-        short = int(np.count_nonzero(mass < top_p * total * (1 - 1e-6)))
-        count = min(short + 1, width) if top_p < 1 else width
-        if short < width or width == top_k:
-            break
-        width = min(8 * width, vocab)
-    cut = values[count - 1]
-    weights[scaled < cut] = 0
-    tied = np.flatnonzero(scaled == cut)
-    weights[tied[count - int(np.count_nonzero(values[:count] > cut)) :]] = 0
-
-
-# Gumbel noise of a 32-bit uniform lies in [-2.82, 22.88]: a token whose weight (probability over the largest) is below
-# exp(-2.82 - 22.88) loses against the likeliest token whatever their noise.
-_HOPELESS = np.float32(math.exp(-2.82 - 22.88))
-
-
-def _draw(scaled: NDArray, weights: NDArray, seeds: NDArray, positions: NDArray) -> NDArray:
-    """The coupled draw: the argmax over tokens of weight > 0 of scaled + Gumbel noise, lowest id on ties.
-
-    With weight w and E = -log1p(-u) the key's order is that of w / E. As u <= E, a token with u / w above the E / w of
-    any one token cannot win: that leaves the logarithms of a few tokens to take.
-    """
-    walks, vocab = weights.shape
-    quads = -(-vocab // 4)
-    hopeful = np.zeros((walks, quads * 4), bool)
-    np.greater(weights, _HOPELESS, out=hopeful[:, :vocab])
-    walk, group = np.nonzero(hopeful.reshape(walks, quads, 4).any(2))
-    uniforms = np.ones((walks, quads, 4), np.float32)
-    uniforms[walk, group] = philox.token_uniforms(seeds[walk], positions[walk], group)
-    uniforms = uniforms.reshape(walks, -1)[:, :vocab]
-    with np.errstate(divide="ignore"):
-        ratio = uniforms / weights
-    each = np.arange(walks)
-    some = ratio.argmin(1)
-    bound = -np.log1p(-uniforms[each, some].astype(np.float64)) / weights[each, some]
-    tokens = np.empty(walks, np.int64)
-    for row in range(walks):
-        near = np.flatnonzero(ratio[row] <= bound[row] * (1 + 1e-5))
-        tokens[row] = near[np.argmax(scaled[row, near] + philox.gumbel(uniforms[row, near]))]
-    return tokens
-
-
-class _TargetOnly:
-    """The walk of SGLang's tree_speculative_sampling_target_only, one coin per visited node.
-
-    Unlike there a token of probability 0 is never accepted, and a coin is never 0 or 1.
-    """
-
-    def __init__(self, tree, positions, seed, threshold_single, threshold_acc, coins, final_coin):
-        self.next_token, self.next_sibling = tree.next_token.numpy(), tree.next_sibling.numpy()
-        self.token_ids = tree.token_ids.numpy()
-        self.positions, self.seed = positions, seed
-        self.threshold_single, self.threshold_acc = threshold_single, max(threshold_acc, 1e-9)
-        self.coins = None if coins is None else coins.numpy()
-        self.final_coin = None if final_coin is None else final_coin.numpy()
-
-    def step(self, weights, slots, nodes, depth):
-        drawn = philox.coins(self.seed[slots], self.positions[slots] + depth)
-        coin = drawn[:, 0] if self.coins is None else self.coins[slots, nodes]
-        final = drawn[:, 1] if self.final_coin is None else self.final_coin[slots]
-        coin, final = (np.clip(c, np.float32(2.0**-33), np.float32(1 - 2.0**-24)) for c in (coin, final))
-        total = weights.sum(1, dtype=np.float64)
-        residual = weights.copy()
-        each = np.arange(slots.size)
-        accumulated = np.zeros(slots.size)
-        child = self.next_token[slots, nodes].astype(np.int64)
-        pending = child >= 0
-        while pending.any():
-            token = self.token_ids[slots, child]
-            p = np.where(pending, weights[each, np.where(pending, token, 0)] / total, 0)
-            accumulated += p
-            accept = pending & (p > 0) & ((coin <= accumulated / self.threshold_acc) | (p >= self.threshold_single))
-            pending &= ~accept
-            residual[each[pending], token[pending]] = 0
-            child = np.where(pending, self.next_sibling[slots, child], child)
-            pending &= child >= 0
-        chosen = np.where(child >= 0, self.token_ids[slots, child], -1).astype(np.int64)
-        for row in np.flatnonzero(child < 0):
-            left = residual[row] if residual[row].any() else weights[row]
-            mass = np.cumsum(left, dtype=np.float64)
-            chosen[row] = min(np.searchsorted(mass, final[row] * mass[-1], "right"), np.flatnonzero(left)[-1])
-        return chosen, child
+def _masked(row: NDArray, words: Tensor) -> NDArray:
+    allowed = np.unpackbits(words.numpy().view(np.uint8), count=row.size, bitorder="little").view(bool)
+    return np.where(allowed, row, np.float32(-np.inf))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -532,7 +478,7 @@ def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verifi
         for cache in pair:  # [slots, kv_heads, cache, head_dim]
             rows = (cache.view(torch.int16) if cache.dtype == torch.bfloat16 else cache).numpy()
             for slot, destination, source in moves:
-                rows[slot, :, destination] = rows[slot, :, source]  # the right side is a copy
+                rows[slot][:, destination] = rows[slot][:, source]  # the right side is a copy
 
 
 def gather_features(features: Tensor, verified: Verified) -> Tensor:
