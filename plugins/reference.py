@@ -23,12 +23,14 @@ GREEDY_TEMPERATURE = 1e-5
 # waiting for those, while ONNX Runtime's own keep the cores, takes longer than the work.
 _FEW = 1 << 18
 _LOWEST = np.finfo(np.float32).min
+_BITS = {2: torch.int16, 4: torch.int32}  # by bytes an element
 
 # ---------------------------------------------------------------------------------------------------------------------
 # build_tree
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@np.errstate(invalid="ignore", divide="ignore")  # rows of NaN and infinities are data
 def build_tree(
     draft_logits: Tensor,  # [batch, D, vocab]
     root_token_ids: Tensor,  # [batch]
@@ -151,8 +153,9 @@ def _log_softmax(logits: Tensor) -> NDArray:
     if logits[0].numel() > _FEW:
         return torch.log_softmax(logits, -1).numpy()
     values = logits.numpy()
-    shifted = values - values.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    log_probs = values - values.max(-1, keepdims=True)
+    log_probs -= np.log(np.exp(log_probs).sum(-1, keepdims=True))
+    return log_probs
 
 
 def _block_max(blocked: NDArray) -> NDArray:
@@ -231,7 +234,7 @@ def _rank_tuples(rank: NDArray, parent: NDArray, depth: NDArray, budget: int) ->
     deepest = int(depth[-1])
     tuples = np.zeros((rank.size + 1, deepest), np.int64)  # last row: the root
     for at in range(1, deepest + 1):
-        here = np.flatnonzero(depth == at)
+        here = (depth == at).nonzero()[0]
         tuples[here] = tuples[parent[here]]
         tuples[here, at - 1] = rank[here] + 1
     bits = budget.bit_length()
@@ -251,7 +254,7 @@ def _with_chain(
     chain_logw = np.cumsum([log_prob[0] for log_prob in log_probs[:length]], dtype=np.float32)
     chain = [0]  # its nodes that are in the tree
     while True:
-        child = np.flatnonzero((parent == chain[-1]) & (rank == 0))
+        child = ((parent == chain[-1]) & (rank == 0)).nonzero()[0]
         if child.size == 0:
             break
         chain.append(int(child[0]) + 1)
@@ -275,7 +278,7 @@ def _links(parents: NDArray) -> tuple[NDArray, NDArray]:
     next_token = np.full(batch * width, -1, np.int32)
     next_sibling = np.full(batch * width, -1, np.int32)
     flat = (parents + np.arange(batch)[:, None] * width).ravel()
-    nodes = np.flatnonzero(parents.ravel() >= 0)
+    nodes = (parents.ravel() >= 0).nonzero()[0]
     nodes = nodes[np.argsort(flat[nodes], kind="stable")]  # siblings side by side
     same = flat[nodes[1:]] == flat[nodes[:-1]]
     next_sibling[nodes[:-1][same]] = nodes[1:][same] % width
@@ -316,20 +319,21 @@ def encode_tree(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, width = tree.token_ids.shape
-    position_ids = root_positions[:, None] + tree.depths  # [batch, N] int64
-    mask = torch.full((batch, 1, width, cache_length), torch.finfo(dtype).min, dtype=dtype)
-    bits = np.unpackbits(tree.ancestor_mask.numpy().view(np.uint8), axis=-1, bitorder="little")
-    hidden = torch.from_numpy(bits[..., :width] == 0)  # [batch, N, N]
-    shifts = (root_positions - past_lengths).tolist()
+    # Written as bits, because NumPy has no bfloat16: 0.0 is 0 in every dtype.
+    hidden = torch.tensor(torch.finfo(dtype).min, dtype=dtype).view(_BITS[dtype.itemsize]).numpy()
+    mask = np.full((batch, 1, width, cache_length), hidden)
+    bits = np.unpackbits(tree.ancestor_mask.numpy().view(np.uint8), axis=-1, count=width, bitorder="little")
+    tree_mask = np.where(bits, np.zeros_like(hidden), hidden)  # [batch, N, N]
+    position_ids = root_positions.numpy()[:, None] + tree.depths.numpy()  # [batch, N]
     for slot, past in enumerate(past_lengths.tolist()):
         rows = mask[slot, 0]  # [N, cache]
         rows[:, :past] = 0
-        rows[:, past : past + width].masked_fill_(~hidden[slot], 0)
+        rows[:, past : past + width] = tree_mask[slot]
         if window is not None:
-            keys = torch.cat((torch.arange(past) + shifts[slot], position_ids[slot]))  # position of each cache row
-            outside = position_ids[slot][:, None] - keys >= window  # [N, past + N]
-            rows[:, : past + width].masked_fill_(outside, torch.finfo(dtype).min)
-    return position_ids, mask
+            committed = np.arange(past) + (position_ids[slot, 0] - past)  # positions of the cache rows
+            keys = np.concatenate((committed, position_ids[slot]))
+            rows[:, : past + width][position_ids[slot, :, None] - keys >= window] = hidden
+    return torch.from_numpy(position_ids), torch.from_numpy(mask).view(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,6 +341,7 @@ def encode_tree(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@np.errstate(invalid="ignore", divide="ignore")  # a filtered token has weight 0, and noise is divided by weights
 def verify_tree(
     logits: Tensor,  # [batch, N, vocab]
     tree: DraftTree,
@@ -358,6 +363,8 @@ def verify_tree(
     logprobs = np.zeros((batch, outputs), np.float32)
     status = np.zeros(batch, np.int32)
 
+    fields = (tree.token_ids, tree.parents, tree.next_token, tree.next_sibling)
+    arrays = [field.numpy() for field in fields]
     temperatures = sampling.temperature.numpy()
     top_k, top_p, min_p = sampling.top_k.tolist(), sampling.top_p.tolist(), sampling.min_p.tolist()
     seeds, node_counts = sampling.seed.tolist(), tree.node_count.tolist()
@@ -367,7 +374,7 @@ def verify_tree(
         greedy = method == "greedy" or not temperature >= GREEDY_TEMPERATURE
         filtered = top_k[slot] > 0 or top_p[slot] < 1 or min_p[slot] > 0
         noise = TokenNoise(seeds[slot], root_position + 1, min(outputs, node_counts[slot]), vocab)
-        children = _Children(tree, slot)
+        children = _Children(*(array[slot, : node_counts[slot]] for array in arrays))
         node = 0
         path: list[int] = []
         tokens: list[int] = []
@@ -422,18 +429,15 @@ def verify_tree(
 
 
 class _Children:
-    """The children of a slot's nodes. What lies past node_count is no node, whatever it holds."""
+    """The children of a slot's nodes. Padding is cut off before: it is no node, whatever it holds."""
 
-    def __init__(self, tree: DraftTree, slot: int) -> None:
-        count = int(tree.node_count[slot])
-        self.token_ids = tree.token_ids[slot, :count].numpy()
-        self.parents = tree.parents[slot, :count].numpy()
-        self.next_token = tree.next_token[slot].numpy()
-        self.next_sibling = tree.next_sibling[slot].numpy()
+    def __init__(self, token_ids: NDArray, parents: NDArray, next_token: NDArray, next_sibling: NDArray) -> None:
+        self.token_ids, self.parents = token_ids, parents  # [node_count]
+        self.next_token, self.next_sibling = next_token, next_sibling
 
     def carrying(self, node: int, token: int) -> int:
         """The child of ``node`` with ``token``, -1 if there is none."""
-        found = np.flatnonzero((self.parents == node) & (self.token_ids == token))
+        found = ((self.parents == node) & (self.token_ids == token)).nonzero()[0]
         return int(found[0]) if found.size else -1
 
     def of(self, node: int) -> list[tuple[int, int]]:
@@ -465,23 +469,32 @@ def _masked(row: NDArray, words: Tensor) -> NDArray:
 
 def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verified: Verified) -> None:
     moves = []
-    accepted = verified.accepted_nodes.numpy()
+    accepted_nodes = verified.accepted_nodes.numpy()
     for slot, (past, count) in enumerate(zip(past_lengths.tolist(), verified.accepted_count.tolist(), strict=True)):
-        nodes = accepted[slot, : count + 1]
-        moved = np.flatnonzero(nodes != np.arange(count + 1))
-        if count and moved.size:
-            first = int(moved[0])  # nodes ascend along a path, so the rows before it are in place already
+        nodes = accepted_nodes[slot, : count + 1]
+        moved = (nodes > np.arange(count + 1)).nonzero()[0]
+        if moved.size:  # nodes ascend along a path: what precedes the first that moves stands in its place
+            first = int(moved[0])
             moves.append((slot, slice(past + first, past + count + 1), past + nodes[first:]))
     if not moves:
         return
     for pair in caches:
-        for cache in pair:  # [slots, kv_heads, cache, head_dim]
-            rows = (cache.view(torch.int16) if cache.dtype == torch.bfloat16 else cache).numpy()
-            for slot, destination, source in moves:
-                rows[slot][:, destination] = rows[slot][:, source]  # the right side is a copy
+        for cache in pair:  # [batch, kv_heads, cache, head_dim]
+            rows = _bits(cache)
+            for slot, to, taken in moves:
+                rows[slot][:, to] = rows[slot][:, taken]  # the right side is a copy
 
 
 def gather_features(features: Tensor, verified: Verified) -> Tensor:
-    nodes = verified.accepted_nodes.long()  # [batch, D+1]
-    slots = torch.arange(nodes.shape[0])[:, None]
-    return features[slots, nodes.clamp(min=0)].masked_fill_((nodes < 0)[..., None], 0)
+    accepted_nodes = verified.accepted_nodes.numpy()  # [batch, D+1]
+    rows = _bits(features)
+    gathered = np.zeros((*accepted_nodes.shape, rows.shape[2]), rows.dtype)
+    for slot, nodes in enumerate(accepted_nodes):
+        nodes = nodes[nodes >= 0]
+        gathered[slot, : nodes.size] = rows[slot, nodes]
+    return torch.from_numpy(gathered).view(features.dtype)
+
+
+def _bits(tensor: Tensor) -> NDArray:
+    """The tensor's own memory, to move values in. NumPy has no bfloat16, so these are shown as integers."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -69,7 +69,9 @@ class TokenNoise:
     def at(self, index: int, weights: NDArray) -> NDArray:
         """Uniforms, float32 [vocab], at position ``first_position + index``; 1 for tokens without hope."""
         if self.ahead == 1:
-            groups = np.flatnonzero(np.pad(weights > _HOPELESS, (0, -self.vocab % 4)).reshape(-1, 4).any(1))
+            hopeful = np.zeros((self.groups.size, 4), bool)
+            np.greater(weights, _HOPELESS, out=hopeful.reshape(-1)[: self.vocab])
+            groups = hopeful.view(np.uint32).nonzero()[0]  # four flags at once
             uniforms = np.ones((self.groups.size, 4), np.float32)
             uniforms[groups] = philox.token_uniforms(self.seed, np.array([self.first_position + index]), groups)[0]
             return uniforms.reshape(-1)[: self.vocab]
@@ -89,7 +91,7 @@ def coupled_draw(scaled: NDArray, weights: NDArray, uniforms: NDArray) -> int:
     ratio = uniforms / weights
     some = ratio.argmin()
     bound = -math.log1p(-float(uniforms[some])) / float(weights[some])
-    near = np.flatnonzero(ratio <= bound * (1 + 1e-5))
+    near = (ratio <= bound * (1 + 1e-5)).nonzero()[0]
     return int(near[np.argmax(scaled[near] + philox.gumbel(uniforms[near]))])
 
 
