@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddtree.plugins import reference
-from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, root_tree
+from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, check_tensor, root_tree
 
 __all__ = [
     "DraftTree",
@@ -66,21 +66,22 @@ def build_tree(
     Raises:
         ValueError, TypeError: a wrong shape, dtype, mode or budget.
     """
-    _check("draft_logits", draft_logits, (None, None, None), _LOGIT_TYPES)
+    check_tensor("draft_logits", draft_logits, (None, None, None), *_LOGIT_TYPES)
     batch, max_depth, vocab = draft_logits.shape
     if max_depth < 1 or vocab < 1:
         raise ValueError(
             f"draft_logits has shape {list(draft_logits.shape)}: give [batch, D, vocab] of at least 1 each"
         )
-    _check("root_token_ids", root_token_ids, (batch,), _ID_TYPES)
+    check_tensor("root_token_ids", root_token_ids, (batch,), *_ID_TYPES)
     if budget < 0:
         raise ValueError(f"budget {budget} is negative (0 is the root alone; the root is not counted)")
     _check_choice("mode", mode, MODES)
     if draft_to_target is not None:
-        _check("draft_to_target", draft_to_target, (vocab,), (torch.int32,))
+        check_tensor("draft_to_target", draft_to_target, (vocab,), torch.int32)
         lowest = int(draft_to_target.min())
         if lowest < 0:
             raise ValueError(f"draft_to_target holds {lowest}, expected absolute target ids (add the index to offsets)")
+    _check_device(draft_logits, root_token_ids, draft_to_target)
     return reference.build_tree(
         draft_logits,
         root_token_ids,
@@ -121,10 +122,10 @@ def encode_tree(
         ValueError, TypeError: a wrong shape, dtype or window, or a tree that does not fit into the cache.
     """
     batch, width = tree.token_ids.shape
-    _check("root_positions", root_positions, (batch,), (torch.int64,))
-    _check("past_lengths", past_lengths, (batch,), (torch.int64,))
+    check_tensor("root_positions", root_positions, (batch,), torch.int64)
+    check_tensor("past_lengths", past_lengths, (batch,), torch.int64)
     if dtype not in _LOGIT_TYPES:
-        raise TypeError(f"dtype of the mask is {dtype}, expected {_names(_LOGIT_TYPES)}")
+        raise TypeError(f"dtype of the mask is {dtype}, expected float32, float16 or bfloat16")
     longest = max(past_lengths.tolist(), default=0)
     if longest + width > cache_length:
         raise ValueError(
@@ -133,6 +134,7 @@ def encode_tree(
         )
     if window is not None and window < 1:
         raise ValueError(f"window {window} is below 1 (None for full attention)")
+    _check_device(tree.token_ids, root_positions, past_lengths)
     return reference.encode_tree(tree, root_positions, past_lengths, cache_length, dtype, window=window)
 
 
@@ -182,19 +184,16 @@ def verify_tree(
         ValueError, TypeError: a wrong shape, dtype, method or threshold.
     """
     batch, width = tree.token_ids.shape
-    _check("logits", logits, (batch, width, None), _LOGIT_TYPES)
+    check_tensor("logits", logits, (batch, width, None), *_LOGIT_TYPES)
     vocab = logits.shape[2]
     if vocab < 1:
         raise ValueError(f"logits has shape {list(logits.shape)}: give a vocabulary of at least 1")
-    _check("root_positions", root_positions, (batch,), (torch.int64,))
-    _check("sampling.temperature", sampling.temperature, (batch,), (torch.float32,))
-    _check("sampling.top_k", sampling.top_k, (batch,), (torch.int32,))
-    _check("sampling.top_p", sampling.top_p, (batch,), (torch.float32,))
-    _check("sampling.min_p", sampling.min_p, (batch,), (torch.float32,))
-    _check("sampling.seed", sampling.seed, (batch,), (torch.int64,))
+    check_tensor("root_positions", root_positions, (batch,), torch.int64)
+    if sampling.temperature.shape[0] != batch:
+        raise ValueError(f"sampling has {sampling.temperature.shape[0]} slots, expected {batch}")
     _check_choice("method", method, METHODS)
     if token_bitmask is not None:
-        _check("token_bitmask", token_bitmask, (batch, width, -(-vocab // 32)), (torch.int32,))
+        check_tensor("token_bitmask", token_bitmask, (batch, width, -(-vocab // 32)), torch.int32)
     if method != "target_only" and (
         coins is not None or final_coin is not None or threshold_single != 1 or threshold_acc != 1
     ):
@@ -203,9 +202,10 @@ def verify_tree(
         if not 0 <= threshold <= 1:
             raise ValueError(f"{name} {threshold} is outside 0 to 1")
     if coins is not None:
-        _check("coins", coins, (batch, width), (torch.float32,))
+        check_tensor("coins", coins, (batch, width), torch.float32)
     if final_coin is not None:
-        _check("final_coin", final_coin, (batch,), (torch.float32,))
+        check_tensor("final_coin", final_coin, (batch,), torch.float32)
+    _check_device(logits, tree.token_ids, root_positions, sampling.temperature, token_bitmask, coins, final_coin)
     return reference.verify_tree(
         logits,
         tree,
@@ -235,13 +235,14 @@ def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verifi
         ValueError, TypeError: a wrong shape or dtype.
     """
     batch = verified.accepted_count.shape[0]
-    _check("past_lengths", past_lengths, (batch,), (torch.int64,))
+    check_tensor("past_lengths", past_lengths, (batch,), torch.int64)
     for layer, pair in enumerate(caches):
         for cache in pair:
             if cache.dim() != 4 or cache.shape[0] != batch:
                 raise ValueError(
                     f"cache of layer {layer} has shape {list(cache.shape)}, expected [{batch}, any, any, any]"
                 )
+    _check_device(past_lengths, verified.accepted_nodes, *(cache for pair in caches for cache in pair))
     reference.commit(caches, past_lengths, verified)
 
 
@@ -260,27 +261,17 @@ def gather_features(features: Tensor, verified: Verified) -> Tensor:
         ValueError: a wrong shape.
     """
     batch = verified.accepted_count.shape[0]
-    _check("features", features, (batch, None, None), None)
+    check_tensor("features", features, (batch, None, None))
+    _check_device(features, verified.accepted_nodes)
     return reference.gather_features(features, verified)
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] | None) -> None:
-    """One line for a tensor that does not have ``shape`` (None: any size), one of ``dtypes``, a device served."""
-    if len(tensor.shape) != len(shape) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [{wanted}]")
-    if dtypes is not None and tensor.dtype not in dtypes:
-        raise TypeError(f"{name} is {tensor.dtype}, expected {_names(dtypes)}")
-    if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{name} is on {tensor.device}: only the CPU is served so far (move it with .cpu())")
+def _check_device(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "cpu":
+            raise NotImplementedError(f"a tensor is on {tensor.device}: only the CPU is served so far (use .cpu())")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f'{name} "{value}" is unknown (one of {", ".join(choices)})')
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype) for dtype in dtypes)

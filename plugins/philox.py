@@ -73,9 +73,5 @@ def seed_key(seed: int) -> NDArray:
 
 
 def gumbel(uniforms: NDArray) -> NDArray:
-    """Gumbel noise ``-log(-log1p(-u))``, float32; the small u, which win, keep their full precision.
-
-    The logarithms are taken in float64: a vectorised float32 logarithm may round the same u differently at another
-    place of an array.
-    """
-    return -np.log(-np.log1p(-uniforms.astype(np.float64))).astype(np.float32)
+    """Gumbel noise ``-log(-log1p(-u))``, float64: the small u, which win, keep their full precision."""
+    return -np.log(-np.log1p(-uniforms.astype(np.float64)))

@@ -385,7 +385,8 @@ def verify_tree(
             if not math.isfinite(largest):  # NaN, all -inf, or a +inf, which has no softmax either
                 status[slot] = 1
                 break
-            weights = np.exp(row - largest)
+            scaled = row - largest
+            weights = np.exp(scaled)
             log_total = math.log(weights.sum())
             allowed = row
             if token_bitmask is not None:
@@ -397,11 +398,11 @@ def verify_tree(
                 token = int(allowed.argmax())
                 child = children.carrying(node, token)
             else:
-                scaled = allowed / temperature
                 if temperature != 1 or token_bitmask is not None:
-                    weights = np.exp(scaled - scaled.max())
+                    scaled = (allowed - allowed.max()) / temperature
+                    weights = np.exp(scaled)
                 if filtered:
-                    weights = filtered_weights(scaled, weights, top_k[slot], top_p[slot], min_p[slot])
+                    weights = filtered_weights(allowed, weights, temperature, top_k[slot], top_p[slot], min_p[slot])
                     if not weights.any():
                         status[slot] = 2
                         break

@@ -15,45 +15,50 @@ _HOPELESS = np.float32(math.exp(-2.82 - 22.88))
 _UNIFORMS_AHEAD = 24576
 
 
-def filtered_weights(scaled: NDArray, weights: NDArray, top_k: int, top_p: float, min_p: float) -> NDArray:
-    """Weights with the tokens that the filters drop at 0. All are 0 when nothing is left, which takes a min_p above 1.
+def filtered_weights(
+    logits: NDArray, weights: NDArray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> NDArray:
+    """``weights`` with the tokens that the filters drop at 0. Only a min_p above 1 leaves none.
 
     Args:
-        scaled: logits over temperature.
-        weights: exp(scaled - max(scaled)).
+        logits: -inf where a token is not allowed.
+        weights: exp((logits - max(logits)) / temperature).
+        temperature: above 0.
         top_k: keep exactly this many, the lower id first among equals; 0 = off.
         top_p: then the smallest set that reaches this share of the mass left; 1 = off.
         min_p: then those of at least this share of the largest probability; 0 = off.
     """
-    vocab = scaled.size
+    vocab = logits.size
     if not 0 < top_k < vocab:
         top_k = vocab
     if top_k < vocab or top_p < 1:
-        weights = _keep_top(scaled, weights, top_k, top_p)
+        weights = np.where(_top(logits, weights, temperature, top_k, top_p), weights, np.float32(0))
     if min_p > 0:
         weights = np.where(weights < np.float32(min_p), np.float32(0), weights)
     return weights
 
 
-def _keep_top(scaled: NDArray, weights: NDArray, top_k: int, top_p: float) -> NDArray:
-    vocab = scaled.size
+def _top(logits: NDArray, weights: NDArray, temperature: float, top_k: int, top_p: float) -> NDArray:
+    """bool [vocab]: what top_k keeps and, of its mass, top_p."""
+    vocab = logits.size
     width = top_k if top_k < vocab else min(64, vocab)
     while True:
         # Only the values are used: topk leaves the order of equal ones open.
-        values = torch.topk(torch.from_numpy(scaled), width).values.numpy()
-        mass = np.cumsum(np.exp(values - values[0]), dtype=np.float64)
-        total = mass[-1] if width == top_k else weights.sum(dtype=np.float64)
-        # A mass that equals top_p but for rounding has reached it.
-        short = int(np.count_nonzero(mass < top_p * total * (1 - 1e-6))) if top_p < 1 else width - 1
-        if short < width or width == top_k:
+        values = torch.topk(torch.from_numpy(logits), width).values.numpy()
+        count = width
+        if top_p < 1:
+            mass = np.cumsum(np.exp((values - values[0]) / temperature), dtype=np.float64)
+            total = mass[-1] if width == top_k else weights.sum(dtype=np.float64)
+            # A mass that equals top_p but for rounding has reached it.
+            count = 1 + int(np.count_nonzero(mass < top_p * total * (1 - 1e-6)))
+        if count <= width or width == top_k:
             break
         width = min(8 * width, vocab)
-    count = min(short + 1, width)
-    cut = values[count - 1]
-    kept = scaled > cut
-    tied = np.flatnonzero(scaled == cut)  # ascending ids
-    kept[tied[: count - np.count_nonzero(kept)]] = True
-    return np.where(kept, weights, np.float32(0))
+    cut = values[min(count, width) - 1]
+    kept = logits > cut
+    tied = (logits == cut).nonzero()[0]  # ascending ids
+    kept[tied[: min(count, width) - np.count_nonzero(kept)]] = True
+    return kept
 
 
 class TokenNoise:
@@ -85,6 +90,7 @@ class TokenNoise:
 def coupled_draw(scaled: NDArray, weights: NDArray, uniforms: NDArray) -> int:
     """The argmax over tokens of weight > 0 of ``scaled - log(-log1p(-u))``, the lowest id on ties (Gumbel-max).
 
+    ``scaled`` is the logits over temperature, less a number common to all; ``weights`` is exp(scaled), filtered.
     With weight w and E = -log1p(-u), the largest key is the smallest E / w. As u <= E, no token whose u / w is above
     the E / w of any other can win, so that the logarithms of a few tokens are enough.
     """

@@ -25,6 +25,15 @@ class DraftTree:
     ancestor_mask: Tensor  # [batch, N, ceil(N/32)] int32, bit j%32 of word j/32 in row i: node i sees node j
     max_depth: int  # D: rows of the draft logits. Outputs of verification are D + 1 wide, whatever the budget
 
+    def __post_init__(self) -> None:
+        check_tensor("token_ids", self.token_ids, (None, None), torch.int32)
+        batch, width = self.token_ids.shape
+        for name in ("parents", "depths", "next_token", "next_sibling"):
+            check_tensor(name, getattr(self, name), (batch, width), torch.int32)
+        check_tensor("node_logws", self.node_logws, (batch, width), torch.float32)
+        check_tensor("node_count", self.node_count, (batch,), torch.int32)
+        check_tensor("ancestor_mask", self.ancestor_mask, (batch, width, (width + 31) // 32), torch.int32)
+
 
 @dataclass(frozen=True)
 class SamplingTensors:
@@ -35,6 +44,14 @@ class SamplingTensors:
     top_p: Tensor  # [batch] float32, 1 = off
     min_p: Tensor  # [batch] float32, relative to the largest probability, 0 = off
     seed: Tensor  # [batch] int64
+
+    def __post_init__(self) -> None:
+        check_tensor("temperature", self.temperature, (None,), torch.float32)
+        batch = self.temperature.shape[0]
+        check_tensor("top_k", self.top_k, (batch,), torch.int32)
+        check_tensor("top_p", self.top_p, (batch,), torch.float32)
+        check_tensor("min_p", self.min_p, (batch,), torch.float32)
+        check_tensor("seed", self.seed, (batch,), torch.int64)
 
 
 @dataclass(frozen=True)
@@ -71,3 +88,13 @@ def root_tree(root_token_ids: Tensor, *, max_depth: int = 0) -> DraftTree:
         ancestor_mask=torch.ones((batch, 1, 1), dtype=torch.int32),
         max_depth=max_depth,
     )
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
+    """Raises a one-line error unless ``tensor`` has this shape (None: any size) and one of these dtypes (none: any)."""
+    have = tensor.shape
+    if len(have) != len(shape) or any(size not in (None, got) for size, got in zip(shape, have, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(have)}, expected [{wanted}]")
+    if dtypes and tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
