@@ -255,7 +255,7 @@ def _umask() -> int:
 
 def _reason(error: OSError, output: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left for {output} (free some, or use another disk); nothing was written"
+        return f"no space left for {output} (free some, or use another disk)"
     where = error.filename or output
     return f"{where}: {error.strerror or error} (check the path and its permissions)"
 

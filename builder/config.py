@@ -110,7 +110,7 @@ class DraftConfig:
                 f"(use one of {', '.join(_DRAFT_ARCHITECTURES)})"
             )
         # DFlash keys stand in dflash_config or beside the others, as z-lab's loader allows.
-        config = {**config, **(config.get("dflash_config") or {})}
+        config = config | _object(config, "dflash_config", where)
         for key, neutral in _NEUTRAL.items():
             if config.get(key) not in (None, neutral):
                 raise BuildError(f"{where}: {key} {config[key]} is not supported (use a drafter without it)")
@@ -187,16 +187,19 @@ def _target_layer_ids(
 
 def _decoder(config: dict[str, Any], where: str, *, qk_norm: bool) -> DecoderConfig:
     if config.get("quantization_config") is not None:
-        method = config["quantization_config"].get("quant_method", "unknown")
+        method = _object(config, "quantization_config", where).get("quant_method", "unknown method")
         raise BuildError(
-            f"{where}: the weights are quantized ({method}); use the float16, bfloat16 or float32 checkpoint"
+            f"{where}: the weights are quantized, {method} (use the float16, bfloat16 or float32 checkpoint)"
         )
     if config.get("hidden_act", "silu") != "silu":
         raise BuildError(f"{where}: hidden_act {config['hidden_act']!r} is not supported (only silu is)")
     hidden, heads = _integer(config, "hidden_size", where), _integer(config, "num_attention_heads", where)
     kv_heads = _integer(config, "num_key_value_heads", where, default=heads)
     if heads % kv_heads:
-        raise BuildError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise BuildError(
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads} "
+            "(correct config.json)"
+        )
     head_dim = _integer(config, "head_dim", where, default=hidden // heads)
     if head_dim % 2:
         raise BuildError(f"{where}: head_dim {head_dim} is odd (rotary embedding needs an even one)")
@@ -231,7 +234,7 @@ def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int | Non
         first = _integer(config, "max_window_layers", where, least=0, default=layers)
         windowed = tuple(layer >= first for layer in range(layers))
     elif not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
-        raise BuildError(f"{where}: layer_types must be {layers} of full_attention and sliding_attention")
+        raise BuildError(f"{where}: layer_types must be {layers} of full_attention and sliding_attention (correct it)")
     else:
         windowed = tuple(kind == "sliding_attention" for kind in types)
     return (window if any(windowed) else None), windowed
@@ -239,10 +242,9 @@ def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int | Non
 
 def _rope(config: dict[str, Any], where: str) -> Rope:
     # transformers 5: rope_parameters holds all of it; transformers 4: rope_theta, and rope_scaling where there is any.
-    parameters = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_scaling") or {}),
-    }
+    parameters = _object(config, "rope_parameters", where)
+    if not parameters:
+        parameters = {"rope_theta": config.get("rope_theta"), **_object(config, "rope_scaling", where)}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise BuildError(f"{where}: rope scaling {kind!r} is not supported (default, linear and llama3 are)")
@@ -262,6 +264,15 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
         _number(parameters, "high_freq_factor", where),
         _integer(parameters, "original_max_position_embeddings", where),
     )
+
+
+def _object(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BuildError(f"{where}: {key} is {value!r}, not a JSON object (correct config.json)")
+    return value
 
 
 def _integer(config: dict[str, Any], key: str, where: str, *, least: int = 1, default: int | None = None) -> int:
@@ -286,5 +297,5 @@ def _token_ids(value: Any, vocab_size: int, where: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise BuildError(f"{where} {token!r} is not a token of the vocabulary of {vocab_size}")
+            raise BuildError(f"{where} {token!r} is not a token of the vocabulary of {vocab_size} (correct it)")
     return tuple(ids)
