@@ -167,7 +167,9 @@ _NESTED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _decode(cls: type, content: dict[str, Any]) -> Any:
+def _decode(cls: type, content: Any) -> Any:
     """The dataclass ``cls`` from its JSON object; JSON's lists become tuples."""
+    if not isinstance(content, dict):
+        raise TypeError(f"{cls.__name__} is {content!r}")
     values = {key: _NESTED.get(key, lambda value: value)(value) for key, value in content.items()}
     return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
