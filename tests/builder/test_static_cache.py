@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 
@@ -55,10 +56,8 @@ def test_graphs_of_every_dtype_pass_the_model_checker(case: Case, dtype: str, tm
         onnx.checker.check_model(str(tmp_path / f"copy/{role}.onnx"), full_check=True)
         graph = onnx.load(tmp_path / f"graphs/{role}.onnx", load_external_data=False).graph
         values = {value.name: value.type.tensor_type for value in [*graph.input, *graph.output]}
-        floats = [
-            value for name, value in values.items() if "ids" not in name and name not in ("write_index", "logit_rows")
-        ]
-        assert {value.elem_type for value in floats} == {DTYPES[dtype]}
+        integers = {name for name in values if "_ids" in name} | {"write_index", "logit_rows"}
+        assert {value.elem_type for name, value in values.items() if name not in integers} == {DTYPES[dtype]}
         assert {i.data_type for i in graph.initializer} == {DTYPES[dtype], onnx.TensorProto.INT64}
         cache = values["past_key_values.0.key"].shape.dim
         assert (cache[0].dim_param, cache[2].dim_value) == ("batch", CACHE)
@@ -77,8 +76,6 @@ def test_half_precision_weights_are_the_checkpoints_own_files(dtype: str, tmp_pa
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("float16", 2e-2)])
 def test_a_prompt_pass_agrees_with_transformers(dtype: str, tolerance: float, tmp_path: Path) -> None:
-    import onnxruntime as ort
-
     model = write_graphs(tmp_path, Case("static", "qwen3", (4, 2, 16), 48, False, STORAGE[dtype]), dtype)
     ids = np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH))
     numpy_dtype = np.dtype(dtype)
