@@ -55,14 +55,15 @@ def build_tree(
     node_logws[:, 0] = 0
     node_count = np.ones(batch, np.int32)
     if budget > 0:
-        tokens, log_probs, starts, floor = _candidates(logits, budget, mode == "chain")
+        keep_chain = mode == "chain" or (keep_chain and budget >= max_depth)
+        tokens, log_probs, starts, floor = _candidates(logits, budget, mode, keep_chain)
         if target_ids is not None:
             tokens = target_ids[tokens]
         for slot in range(batch):
             first = starts[slot * max_depth : (slot + 1) * max_depth + 1]
             ranked = [log_probs[i:j] for i, j in pairwise(first)]  # per depth, descending
             depth, rank, parent, logw = _best_prefixes(ranked, budget, floor[slot])
-            if keep_chain and budget >= max_depth:
+            if mode == "tree" and keep_chain:
                 depth, rank, parent, logw = _with_chain(depth, rank, parent, logw, ranked, budget)
             count = 1 + depth.size
             token_ids[slot, 1:count] = tokens[first[depth - 1] + rank]
@@ -98,16 +99,17 @@ def _to_target_vocabulary(logits: Tensor, draft_to_target: Tensor) -> tuple[Tens
     return shift + total.log(), target_ids.numpy()
 
 
-def _candidates(logits: Tensor, budget: int, chain: bool) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """The tokens that can be in a tree, without sorting the vocabulary.
 
     Tokens come row by row (batch * D rows), in a row by descending logit and then by id. The largest log-probability of
     a block of tokens is that of some token, so the prefixes "likeliest tokens, then the best of a block" are distinct
     prefixes, and the budget-th best of them is not above that of all. A token is wanted only if the likeliest prefix
-    that ends in it reaches this floor. Rows that are no distribution (NaN, +inf, nothing finite) have no tokens.
+    that ends in it reaches this floor, or if it belongs to a chain to keep. Rows that are no distribution (NaN, +inf,
+    nothing finite) have no tokens.
 
     Returns:
-        tokens, log_probs: [n], at most ``budget`` (``chain``: 1) a row.
+        tokens, log_probs: [n], at most ``budget`` a row, 1 in mode "chain".
         starts: [batch * D + 1], where each row begins in them.
         floor: [batch] float32, no node of the tree is below it.
     """
@@ -126,27 +128,28 @@ def _candidates(logits: Tensor, budget: int, chain: bool) -> tuple[NDArray, NDAr
     above = np.zeros((batch, depths), np.float32)  # the likeliest prefix before each depth
     np.cumsum(best[:, :-1], 1, out=above[:, 1:])
     reach = above[..., None] + block_max
-    if chain:
-        floor = above + best  # [batch, D]
-    else:
-        floor = np.full((batch, 1), -np.inf, np.float32)
-        if depths * blocks >= budget:
-            floor = _kth_largest(reach.reshape(batch, -1), budget)
-    floor = np.broadcast_to(np.maximum(floor, _LOWEST), (batch, depths))
+    floor = np.full((batch, 1), _LOWEST)
+    if mode == "tree" and depths * blocks >= budget:
+        floor = np.maximum(floor, _kth_largest(reach.reshape(batch, -1), budget))
+    wanted = np.broadcast_to(floor, (batch, depths))
+    if keep_chain:
+        wanted = np.maximum(above + best, _LOWEST)
+        if mode == "tree":
+            wanted = np.minimum(wanted, floor)
 
-    row, chosen = np.nonzero((reach >= floor[..., None]).reshape(batch * depths, blocks))
+    row, chosen = np.nonzero((reach >= wanted[..., None]).reshape(batch * depths, blocks))
     inside = blocked.reshape(batch * depths, block, blocks)[row, :, chosen]  # [n, block]
-    which, place = np.nonzero(above.ravel()[row, None] + inside >= floor.ravel()[row, None])
+    which, place = np.nonzero(above.ravel()[row, None] + inside >= wanted.ravel()[row, None])
     row, token, log_prob = row[which], place * blocks + chosen[which], inside[which, place]
     order = np.lexsort((token, -logits.numpy().reshape(batch * depths, vocab)[row, token], row))
     row, token, log_prob = row[order], token[order], log_prob[order]
     starts = np.searchsorted(row, np.arange(batch * depths + 1))
-    most = 1 if chain else budget
+    most = 1 if mode == "chain" else budget
     if row.size and (np.diff(starts) > most).any():
         kept = np.arange(row.size) - starts[row] < most
         token, log_prob = token[kept], log_prob[kept]
         starts = np.searchsorted(row[kept], np.arange(batch * depths + 1))
-    return token, log_prob, starts, floor.min(1)
+    return token, log_prob, starts, floor[:, 0]
 
 
 def _log_softmax(logits: Tensor) -> NDArray:
