@@ -1,0 +1,78 @@
+"""Sizes, budgets and seeds of the demo pair. Budgets are counts of steps, so a run can be repeated on any machine."""
+
+from dataclasses import dataclass, field
+
+END_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|mask|>"  # neither is ever part of a text
+END_ID, MASK_ID = 0, 1
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """A dense Qwen3 model with tied embeddings."""
+
+    vocab_size: int = 3072
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    layers: int = 12
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 2048
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """A DFlash drafter. Width, heads, vocabulary, embedding and head are the target's."""
+
+    layers: int = 2
+    block_size: int = 16  # the anchor and 15 masks: 15 draft depths
+    target_layer_ids: tuple[int, ...] = (1, 4, 7, 10)  # outputs of these target layers are the context features
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`steps` optimiser steps on `rows` sequences of `length` tokens."""
+
+    steps: int
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`batches` batches of `rows` sequences of `length` tokens, written by the target itself."""
+
+    batches: int
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the outcome."""
+
+    seed: int = 0
+    threads: int = 2
+    target: TargetShape = field(default_factory=TargetShape)
+    drafter: DrafterShape = field(default_factory=DrafterShape)
+
+    documents: int = 15_000  # generated documents of each of the three kinds
+    target_phases: tuple[Phase, ...] = (Phase(1250, 16, 256), Phase(150, 4, 1024))
+    target_rate: float = 4e-3
+
+    own_text: tuple[Rows, Rows] = (Rows(30, 128, 256), Rows(2, 64, 1024))
+    prompt_tokens: int = 48
+    continuation_tokens: int = 144
+    temperature: float = 0.8  # of every other row; the rest is greedy
+
+    drafter_steps: int = 3600  # every eighth takes the long rows of own_text, the others the short ones
+    drafter_anchors: int = 384  # blocks of one step
+    drafter_rate: float = 5e-3
+    loss_decay: float = 7.0  # depth k weighs exp(-(k - 1) / loss_decay)
+
+    warmup_steps: int = 50
+    decay_fraction: float = 0.7  # the rate falls to zero over this last part of the steps
+    compile: bool = True
+    bfloat16: bool = True  # matrix products of the training steps; weights and sums stay float32

@@ -1,0 +1,128 @@
+"""The whole pipeline at toy size: it runs, it resumes to the same bytes, and what it writes loads elsewhere."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from ddtree.demo import corpus, own_text, training
+from ddtree.demo.make import cpu_seconds, make
+from ddtree.demo.recipe import DrafterShape, Phase, Recipe, Rows, TargetShape
+
+TOY = replace(
+    Recipe(),
+    target=TargetShape(vocab_size=400, hidden_size=32, intermediate_size=64, layers=3, heads=4, kv_heads=2, head_dim=8),
+    drafter=DrafterShape(layers=1, block_size=4, target_layer_ids=(0, 1)),
+    documents=20,
+    target_phases=(Phase(4, 4, 32), Phase(2, 2, 64)),
+    own_text=(Rows(2, 64, 32), Rows(2, 32, 64)),
+    prompt_tokens=8,
+    continuation_tokens=12,
+    drafter_steps=6,
+    drafter_anchors=256,
+    warmup_steps=2,
+    threads=1,
+    compile=False,
+)
+
+
+@pytest.fixture
+def small_library(monkeypatch):
+    files = [entry for entry in corpus.training_files() if entry[0] in ("bisect.py", "abc.py", "keyword.py")]
+    assert len(files) == 3
+    monkeypatch.setattr(corpus, "training_files", lambda: files)
+
+
+def _bytes(pair: Path) -> dict[str, bytes]:
+    return {path.relative_to(pair).as_posix(): path.read_bytes() for path in pair.rglob("*") if path.is_file()}
+
+
+class InterruptedHereError(Exception):
+    pass
+
+
+def test_interrupted_at_every_stage_and_resumed_gives_the_same_pair(small_library, monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    console = Console(quiet=True)
+    whole = _bytes(make(TOY, tmp_path / "whole", console))
+
+    # Fail after the third step of each training and after the first batch of own text, each time once.
+    real_schedule, real_save = training._schedule, own_text._save
+    pending = {"target": 3, "drafter": 3, "own text": 1}
+
+    def schedule(step, steps, recipe):
+        name = "drafter" if (tmp_path / "parts" / "pair" / "target").exists() else "target"
+        if pending.get(name) == step:
+            del pending[name]
+            raise InterruptedHereError
+        return real_schedule(step, steps, recipe)
+
+    def save(path, batch):
+        if "own text" in pending and path.name == "32-001":
+            del pending["own text"]
+            raise InterruptedHereError
+        real_save(path, batch)
+
+    monkeypatch.setattr(training, "_schedule", schedule)
+    monkeypatch.setattr(own_text, "_save", save)
+    interruptions = 0
+    while True:
+        try:
+            resumed = _bytes(make(TOY, tmp_path / "parts", console))
+            break
+        except InterruptedHereError:
+            interruptions += 1
+    assert interruptions == 3
+    assert resumed == whole
+    assert set(cpu_seconds(tmp_path / "parts")) == {"tokenizer", "target", "own text", "drafter"}
+
+
+def test_finished_steps_are_skipped(small_library, monkeypatch, tmp_path):
+    make(TOY, tmp_path, Console(quiet=True))
+    monkeypatch.setattr(training, "train", None)
+    monkeypatch.setattr(own_text, "write_batch", None)
+    before = _bytes(tmp_path)
+    make(TOY, tmp_path, Console(quiet=True))
+    assert _bytes(tmp_path) == before
+
+
+def test_the_step_decides_the_batch_not_what_ran_before(monkeypatch, tmp_path):
+    """Two runs of the loop, one of them in three pieces, end with equal weights and equal optimiser state."""
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+
+    def run(checkpoint, *stops):
+        for stop in stops:
+            torch.manual_seed(1)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+
+            def loss(step, model=model, stop=stop):
+                if step == stop:
+                    raise InterruptedHereError
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+                return (model(x) - x.roll(1, 1)).pow(2).mean()
+
+            with suppress(InterruptedHereError):
+                training.train(
+                    model, loss, steps=9, rate=0.01, recipe=TOY, checkpoint=checkpoint, report=lambda *_: None
+                )
+        return torch.load(checkpoint, weights_only=True)
+
+    whole = run(tmp_path / "whole.pt", 9)
+    pieces = run(tmp_path / "pieces.pt", 2, 5, 9)
+    assert whole["step"] == pieces["step"] == 9
+    torch.testing.assert_close(whole["model"], pieces["model"], rtol=0, atol=0)
+    torch.testing.assert_close(whole["optimisers"], pieces["optimisers"], rtol=0, atol=0)
+
+
+def test_the_exported_names_and_types(small_library, tmp_path):
+    pair = make(TOY, tmp_path, Console(quiet=True))
+    target, draft = (load_file(pair / part / "model.safetensors") for part in ("target", "draft"))
+    assert {weight.dtype for weight in (*target.values(), *draft.values())} == {torch.float16}
+    assert "model.layers.2.self_attn.q_norm.weight" in target
+    assert draft["fc.weight"].shape == (32, 2 * 32)
+    assert "lm_head.weight" not in target
+    assert not any("embed" in name for name in draft)
