@@ -14,7 +14,6 @@ from .errors import BuildError
 from .manifest import FORMAT_VERSION, DraftInfo, FileInfo, Limits, Manifest, TargetInfo, is_engine
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
     from .config import DraftConfig, TargetConfig
     from .weights import Progress, Weights
 
@@ -84,9 +83,7 @@ def build_engine(
         drafter = None
         if draft is not None:
             draft_checkpoint = Checkpoint.open(Path(draft), "draft")
-            drafter = _Drafter(
-                DraftConfig.read(draft_checkpoint, config), draft_checkpoint, Weights("draft", draft_checkpoint, dtype)
-            )
+            drafter = _Drafter(DraftConfig.read(draft_checkpoint, config), Weights("draft", draft_checkpoint, dtype))
         limits = Limits(max_batch_size, _sequence_length(max_seq_len, config, drafter), max_tree_nodes)
         with _staged(output) as directory:
             notes = _write_graphs(directory, config, weights, drafter, limits.max_seq_len, progress or _silent)
@@ -117,7 +114,6 @@ def build_engine(
 
 class _Drafter(NamedTuple):
     config: "DraftConfig"
-    checkpoint: "Checkpoint"
     weights: "Weights"
 
 
@@ -143,7 +139,7 @@ def _write_graphs(
     notes = []
     if drafter:
         graphs[DRAFT_GRAPH] = place_draft(drafter.config, drafter.weights, config, weights, positions)
-        table = draft_to_target(drafter.config, drafter.checkpoint)
+        table = draft_to_target(drafter.config, drafter.weights.checkpoint)
         if table is not None:
             np.save(directory / DRAFT_TO_TARGET, table)
         notes += drafter.weights.write(directory, progress)
@@ -256,7 +252,7 @@ def _umask() -> int:
 def _reason(error: OSError, output: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left for {output} (free some, or use another disk)"
-    where = error.filename or output
+    where = error.filename2 or error.filename or output
     return f"{where}: {error.strerror or error} (check the path and its permissions)"
 
 

@@ -45,13 +45,13 @@ class Decoder:
         The mask is additive and of the activation dtype. A model that mixes windowed and full layers takes a second.
 
         Returns:
-            Per layer, its mask as ``attend`` wants it.
+            Per layer, its mask in the rows that ``attend`` gives to Attention.
         """
         graph, config, dtype = self.graph, self.config, self.weights.dtype
         cache: int | str = self.cache_length or "cache"
         names = ["attention_mask"] + ["sliding_attention_mask"] * config.mixed_windows
         graph.input("write_index", "int64", ["batch"])
-        masks = [self._attention_rows(graph.input(name, dtype, ["batch", 1, rows, cache]), mask=True) for name in names]
+        masks = [self._fold_mask(graph.input(name, dtype, ["batch", 1, rows, cache])) for name in names]
         shape: list[int | str] = ["batch", config.num_key_value_heads, cache, config.head_dim]
         for layer in range(config.num_hidden_layers):
             for part in ("key", "value"):
@@ -98,13 +98,9 @@ class Decoder:
         """Queries over the whole cache and the output projection: [rows, hidden]."""
         graph, config = self.graph, self.config
         heads, head_dim = config.num_attention_heads, config.head_dim
-        q = self._attention_rows(q)
-        out = graph.op("Attention", q, key, value, mask, scale=head_dim**-0.5)
-        if self.cache_length is None:
-            if self._group == 1:
-                out = graph.op("Slice", out, graph.integers(0), graph.integers(-1), graph.integers(2))
-            out = graph.op("Reshape", out, graph.integers(0, heads, -1, head_dim))
-        out = graph.op("Reshape", self._transpose(out), graph.integers(-1, heads * head_dim))
+        out = graph.op("Attention", self._fold_queries(q), key, value, mask, scale=head_dim**-0.5)
+        out = self._transpose(self._unfold(out))  # [batch, seq, heads, head_dim]
+        out = graph.op("Reshape", out, graph.integers(-1, heads * head_dim))
         name = f"layers.{layer}.self_attn.o_proj"
         return self.linear(out, name, heads * head_dim, config.hidden_size, bias=config.attention_bias)
 
@@ -133,23 +129,41 @@ class Decoder:
     def _rotate(self, x: str, positions: str) -> str:
         return self.graph.op("RotaryEmbedding", self._transpose(x), *self._rotary_tables, positions)
 
-    def _attention_rows(self, x: str, *, mask: bool = False) -> str:
-        """Queries, or a mask, in the rows that Attention is given.
+    # ONNX Runtime multiplies one query row with the keys in another order than two rows or more, so a token scored alone
+    # would differ in its last bits from the same token scored in a tree. Attention therefore never gets a single row:
+    # the query heads that share a KV head become rows of that head (a reshape, no copy); where every query head has its
+    # own, the first row is given twice. TensorRT would copy the whole cache for this, so its graphs stay as they are.
 
-        ONNX Runtime's product of one query row with the keys adds up in another order than that of two rows or more,
-        so a token scored alone would differ in its last bits from the same token scored in a tree. The query heads
-        that share a KV head become rows of it (a reshape, no copy), and where there is one head to a KV head the first
-        row is given twice. TensorRT would copy the whole cache for this, so its graphs stay as they are.
-        """
-        graph = self.graph
+    def _fold_queries(self, q: str) -> str:
+        """[batch, heads, seq, head_dim] -> [batch, kv_heads, group * seq, head_dim]."""
         if self.cache_length is not None:
-            return x
+            return q
         if self._group == 1:
-            first = graph.op("Slice", x, graph.integers(0), graph.integers(1), graph.integers(2))
-            return graph.op("Concat", x, first, axis=2)
-        if mask:
-            return graph.op("Tile", x, graph.integers(1, 1, self._group, 1))
-        return graph.op("Reshape", x, graph.integers(0, self.config.num_key_value_heads, -1, self.config.head_dim))
+            return self._repeat_first_row(q)
+        shape = self.graph.integers(0, self.config.num_key_value_heads, -1, self.config.head_dim)
+        return self.graph.op("Reshape", q, shape)
+
+    def _fold_mask(self, mask: str) -> str:
+        """[batch, 1, seq, cache] -> [batch, 1, group * seq, cache]."""
+        if self.cache_length is not None:
+            return mask
+        if self._group == 1:
+            return self._repeat_first_row(mask)
+        return self.graph.op("Tile", mask, self.graph.integers(1, 1, self._group, 1))
+
+    def _unfold(self, out: str) -> str:
+        """[batch, kv_heads, group * seq, head_dim] -> [batch, heads, seq, head_dim]."""
+        graph, config = self.graph, self.config
+        if self.cache_length is not None:
+            return out
+        if self._group == 1:
+            return graph.op("Slice", out, graph.integers(0), graph.integers(-1), graph.integers(2))
+        return graph.op("Reshape", out, graph.integers(0, config.num_attention_heads, -1, config.head_dim))
+
+    def _repeat_first_row(self, x: str) -> str:
+        graph = self.graph
+        first = graph.op("Slice", x, graph.integers(0), graph.integers(1), graph.integers(2))
+        return graph.op("Concat", x, first, axis=2)
 
 
 def rotary_tables(rope: Rope, head_dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
