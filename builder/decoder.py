@@ -129,10 +129,11 @@ class Decoder:
     def _rotate(self, x: str, positions: str) -> str:
         return self.graph.op("RotaryEmbedding", self._transpose(x), *self._rotary_tables, positions)
 
-    # ONNX Runtime multiplies one query row with the keys in another order than two rows or more, so a token scored alone
-    # would differ in its last bits from the same token scored in a tree. Attention therefore never gets a single row:
-    # the query heads that share a KV head become rows of that head (a reshape, no copy); where every query head has its
-    # own, the first row is given twice. TensorRT would copy the whole cache for this, so its graphs stay as they are.
+    # ONNX Runtime multiplies one query row with the keys in another order than two rows or more, so a token scored
+    # alone would differ in its last bits from the same token scored among others. Attention therefore never gets a
+    # single row: the query heads that share a KV head become rows of that head (a reshape, no copy); where every query
+    # head has its own, the first row is given twice. TensorRT would copy the whole cache for this, so its graphs stay
+    # as they are.
 
     def _fold_queries(self, q: str) -> str:
         """[batch, heads, seq, head_dim] -> [batch, kv_heads, group * seq, head_dim]."""

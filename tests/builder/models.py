@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from ddtree.builder import Manifest, build_engine
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # faster for models of this size
 VOCAB, LAYERS = 97, 4
 LOWEST = np.finfo(np.float32).min
 
@@ -166,7 +166,7 @@ class GraphSession:
 
     def __init__(self, path: Path, layers: int, kv_heads: int, head_dim: int, batch: int, cache: int):
         options = ort.SessionOptions()
-        options.intra_op_num_threads = 2
+        options.intra_op_num_threads = 1
         options.log_severity_level = 3  # else it warns that caches which are not bound in place are copied
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.cache = cache
