@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from ddtree.builder import Manifest, build_engine
 
-torch.set_num_threads(1)  # faster for models of this size
 VOCAB, LAYERS = 97, 4
 LOWEST = np.finfo(np.float32).min
 
