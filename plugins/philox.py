@@ -58,13 +58,16 @@ def token_uniforms(seed: int, positions: NDArray, groups: NDArray) -> NDArray:
     return uniform(words.T).reshape(positions.size, groups.size, 4)
 
 
-def coins(seed: int, position: int) -> tuple[float, float]:
-    """Method target_only's coins for the token at ``position``: to accept a child, and to draw from what is left.
+def coins(seed: int, positions: NDArray) -> NDArray:
+    """Method target_only's coins for the token at each position, float32 [positions, 2]: to accept a child, and to draw
+    from what is left.
 
     The counter is (0, position, 1, 0), words 0 and 1.
     """
-    words = uniform(philox4x32_10(np.array([[0], [position], [1], [0]], np.uint64), seed_key(seed)))
-    return float(words[0, 0]), float(words[1, 0])
+    counter = np.zeros((4, positions.size), np.uint64)
+    counter[1] = positions
+    counter[2] = 1
+    return uniform(philox4x32_10(counter, seed_key(seed))[:2].T)
 
 
 def seed_key(seed: int) -> NDArray:

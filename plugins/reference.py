@@ -376,7 +376,10 @@ def verify_tree(
         temperature = temperatures[slot]
         greedy = method == "greedy" or not temperature >= GREEDY_TEMPERATURE
         filtered = top_k[slot] > 0 or top_p[slot] < 1 or min_p[slot] > 0
-        noise = TokenNoise(seeds[slot], root_position + 1, min(outputs, node_counts[slot]), vocab)
+        first = root_position + 1  # position of the token that the root predicts
+        if method == "target_only":
+            seeded_coins = philox.coins(seeds[slot], first + np.arange(outputs)).tolist()
+        noise = TokenNoise(seeds[slot], first, min(outputs, node_counts[slot]), vocab)
         children = _Children(*(array[slot, : node_counts[slot]] for array in arrays))
         node = 0
         path: list[int] = []
@@ -413,7 +416,7 @@ def verify_tree(
                     token = coupled_draw(scaled, weights, noise.at(depth, weights))
                     child = children.carrying(node, token)
                 else:
-                    coin, final = philox.coins(seeds[slot], root_position + 1 + depth)
+                    coin, final = seeded_coins[depth]
                     coin = coin if coins is None else float(coins[slot, node])
                     final = final if final_coin is None else float(final_coin[slot])
                     candidates = children.of(node) if depth < tree.max_depth else []

@@ -1,6 +1,7 @@
 """build_tree is exact: the published heap's tree, node by node, ties and infinities included."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def assert_well_formed(tree: ops.DraftTree, slot: int, budget: int, root: int) -
     assert token_ids[count:] == depths[count:] == [0] * (width - count)
     assert parents[count:] == next_token[count:] == next_sibling[count:] == [-1] * (width - count)
     assert node_logws[count:] == [-INF] * (width - count)
-    assert all(-INF < later <= earlier for earlier, later in zip(node_logws[:count], node_logws[1:count], strict=False))
+    assert all(-INF < later <= earlier for earlier, later in pairwise(node_logws[:count]))
 
     children: dict[int, list[int]] = {node: [] for node in range(count)}
     sees = [{node} for node in range(width)]

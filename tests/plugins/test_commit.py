@@ -58,11 +58,11 @@ def test_features_are_those_of_the_accepted_nodes(path_of, dtype):
     features = torch.full((len(path_of), 21, 6), torch.nan, dtype=dtype)  # NaN wherever nothing was accepted
     for slot, path in enumerate(path_of):
         for node in path:
-            features[slot, node] = 100 * slot + node
+            features[slot, node] = 21 * slot + node
     gathered = ops.gather_features(features, verified(path_of, 7))
     assert (gathered.shape, gathered.dtype) == ((len(path_of), 8, 6), dtype)
     for slot, path in enumerate(path_of):
-        assert gathered[slot, :, 0].tolist() == [100.0 * slot + node for node in path] + [0.0] * (8 - len(path))
+        assert gathered[slot, :, 0].tolist() == [21.0 * slot + node for node in path] + [0.0] * (8 - len(path))
 
 
 def test_output_is_max_depth_wide_even_for_a_wider_tree():
