@@ -10,12 +10,11 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
+import click
 import numpy as np
 import onnxruntime
 import torch
-import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -42,24 +41,31 @@ class Run:
         return len(set(grams)) < len(grams)
 
 
+@click.command(context_settings={"show_default": True})
+@click.option("--prompts", default=10, help="Prompts of each kind.")
+@click.option("--max-tokens", default=96, help="Tokens of each output.")
+@click.option("--repeats", default=2, help="Runs of each prompt and method; the fastest counts.")
+@click.option("--temperature", type=float, multiple=True, default=(0.0, 0.8), help="May be given several times.")
+@click.option("--budget", type=int, multiple=True, default=(8, 16, 32), help="May be given several times.")
+@click.option("--threads", type=int, help="Threads of a pass.")
 def main(
-    prompts: Annotated[int, typer.Option(help="Prompts of each kind.")] = 10,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 96,
-    repeats: Annotated[int, typer.Option(help="Runs of each prompt and method; the fastest counts.")] = 2,
-    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times.")] = None,
-    budget: Annotated[list[int] | None, typer.Option(help="May be given several times.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of a pass.")] = None,
+    prompts: int,
+    max_tokens: int,
+    repeats: int,
+    temperature: tuple[float, ...],
+    budget: tuple[int, ...],
+    threads: int | None,
 ) -> None:
     """Measure chain and tree against plain decoding."""
     console = Console(highlight=False, width=150)
     llm = LLM(threads=threads)
     texts = [(kind, text) for kind in KINDS for text in held_out_prompts(kind, prompts, seed=0)]
-    settings = [("ar", 0), ("chain", 0), *(("ddtree", b) for b in budget or [8, 16, 32])]
+    settings = [("ar", 0), ("chain", 0), *(("ddtree", b) for b in budget)]
     console.print(_machine())
     console.print(
         f"{len(texts)} held-out prompts, {prompts} of each kind ({', '.join(KINDS)}), {max_tokens} tokens each"
     )
-    for t in temperature or [0.0, 0.8]:
+    for t in temperature:
         runs: dict[tuple[str, int], list[Run]] = {setting: [] for setting in settings}
         for index, (kind, text) in enumerate(track(texts, f"temperature {t}", console=Console(stderr=True))):
             params = SamplingParams(max_tokens=max_tokens, temperature=t, seed=index, ignore_eos=True)
@@ -132,4 +138,4 @@ def _cpuinfo() -> list[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

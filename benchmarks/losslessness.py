@@ -6,11 +6,9 @@ keys (logit / temperature + noise) lie nearer than that rounding, the other toke
 texts on the demo pair, and prints the gap between the two best keys at each first difference.
 """
 
-from typing import Annotated
-
+import click
 import numpy as np
 import torch
-import typer
 from rich.console import Console
 from rich.progress import track
 
@@ -19,23 +17,28 @@ from ddtree.plugins.philox import gumbel, token_uniforms
 from ddtree.runtime import LLM, SamplingParams
 
 
+@click.command(context_settings={"show_default": True})
+@click.option("--prompts", default=50, help="Prompts of each kind.")
+@click.option("--max-tokens", default=96, help="Tokens of each text.")
+@click.option("--budget", type=int, multiple=True, default=(16, 255), help="May be given several times.")
+@click.option("--temperature", type=float, multiple=True, default=(0.0, 0.8), help="May be given several times.")
 def main(
-    prompts: Annotated[int, typer.Option(help="Prompts of each kind.")] = 50,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 96,
-    budget: Annotated[list[int] | None, typer.Option(help="May be given several times.")] = None,
-    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times.")] = None,
+    prompts: int,
+    max_tokens: int,
+    budget: tuple[int, ...],
+    temperature: tuple[float, ...],
 ) -> None:
     """Compare trees with plain decoding, text by text."""
     console = Console(highlight=False)
     llm = LLM()
     texts = [text for kind in KINDS for text in held_out_prompts(kind, prompts, seed=1)]
-    for t in temperature or [0.0, 0.8]:
+    for t in temperature:
         tokens, compared, differing = 0, 0, 0
         for seed, text in enumerate(track(texts, f"temperature {t}", console=Console(stderr=True))):
             params = SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed, ignore_eos=True)
             llm.method = "ar"
             plain = llm.generate(text, params).outputs[0].token_ids
-            for llm.method, llm.budget in [("chain", 0), *(("ddtree", b) for b in budget or [16, 255])]:
+            for llm.method, llm.budget in [("chain", 0), *(("ddtree", b) for b in budget)]:
                 written = llm.generate(text, params).outputs[0].token_ids
                 compared += 1
                 tokens += len(plain)
@@ -71,4 +74,4 @@ def key_gap(llm: LLM, token_ids: list[int], temperature: float, seed: int) -> fl
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

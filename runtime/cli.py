@@ -4,106 +4,126 @@ exit code 2."""
 import os
 import statistics
 import sys
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import click
-import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
     from ddtree.runtime import LLM, RequestOutput, SamplingParams
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 messages = Console(stderr=True, highlight=False)
 
 COMPARE_RUNS = 3  # of each method, taken in turns; the medians are compared
 
+_DIRECTORY = click.Path(path_type=Path)
+_target = click.option("--target", type=_DIRECTORY, help="Target checkpoint directory (Hugging Face layout).")
+_draft = click.option("--draft", type=_DIRECTORY, help="DFlash drafter checkpoint directory of that target.")
 
-@app.callback(invoke_without_command=True)
-def _app(show_version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
-    """Tree speculative decoding with a block-diffusion drafter: the same text as plain decoding, in fewer passes."""
-    if show_version:
-        print(version("ddtree-trtllm"))
-        raise typer.Exit
+
+@click.group(context_settings={"show_default": True, "max_content_width": 100})
+@click.version_option(package_name="ddtree-trtllm")
+def app() -> None:
+    """Tree speculative decoding with a block-diffusion drafter: the text of plain decoding, in fewer passes."""
 
 
 @app.command()
+@click.argument("prompt", required=False)
+@click.option("--file", type=_DIRECTORY, help="Read the prompt from this file; - is standard input.")
+@click.option("--engine", type=_DIRECTORY, help="Engine directory. No engine and no target: the demo pair.")
+@_target
+@_draft
+@click.option("--method", type=str, help="ddtree (a draft tree), chain (the drafter's chain) or ar (plain decoding).")
+@click.option("--budget", type=int, help="Draft nodes of a tree, root excluded.  [default: 16]")
+@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0 keeps all.")
+@click.option("--top-p", type=float, default=1.0, help="Keep the smallest set with this mass; 1 keeps all.")
+@click.option(
+    "--min-p", type=float, default=0.0, help="Keep tokens this likely relative to the likeliest; 0 keeps all."
+)
+@click.option("--seed", type=int, help="0 to 2^64-1. Absent: random, and reported.")
+@click.option("--max-tokens", type=int, default=128, help="The most tokens to write.")
+@click.option("--threads", type=int, help="Threads of a pass. Absent: the engine's choice.")
+@click.option("--compare", is_flag=True, help="Also time plain decoding, and check that the text is the same.")
+@click.option("--show-tree", is_flag=True, help="Draw each round's tree and its accepted path.")
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue. Absent: --file, else standard input, else a sample.")
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file; - is standard input.")] = None,
-    engine: Annotated[
-        Path | None, typer.Option(help="Engine directory. No engine and no target: the demo pair.")
-    ] = None,
-    target: Annotated[
-        Path | None, typer.Option(help="Target checkpoint directory (its engine is built and kept).")
-    ] = None,
-    draft: Annotated[Path | None, typer.Option(help="Drafter checkpoint directory of that target.")] = None,
-    method: Annotated[str | None, typer.Option(help="ddtree, chain or ar (plain decoding). [default: ddtree]")] = None,
-    budget: Annotated[int | None, typer.Option(help="Draft nodes of a tree, root excluded. [default: 16]")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set with this mass; 1 keeps all.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the likeliest; 0 keeps all.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="0 to 2^64-1. Absent: random, and reported.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 128,
-    threads: Annotated[int | None, typer.Option(help="Threads of a pass. [default: the engine's choice]")] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also time plain decoding, and check that the text is the same.")
-    ] = False,
-    show_tree: Annotated[
-        bool, typer.Option("--show-tree", help="Draw each round's tree and its accepted path.")
-    ] = False,
+    prompt: str | None,
+    file: Path | None,
+    engine: Path | None,
+    target: Path | None,
+    draft: Path | None,
+    method: str | None,
+    budget: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    max_tokens: int,
+    threads: int | None,
+    compare: bool,
+    show_tree: bool,
 ) -> None:
-    """Continue a prompt."""
+    """Continue PROMPT (or --file, or standard input; with the demo pair and none of these, a sample prompt)."""
     if engine is not None and (target is not None or draft is not None):
         raise click.UsageError("--engine has its models inside (leave --target and --draft out)")
     if draft is not None and target is None:
         raise click.UsageError("--draft without --target (give the target's checkpoint too)")
+    from ddtree.demo.prompts import DEFAULT_PROMPT
     from ddtree.runtime import LLM, SamplingParams
     from ddtree.runtime.tree_view import draw_tree
 
+    given = _read_prompt(prompt, file, required=engine is not None or target is not None)
+    text = DEFAULT_PROMPT if given is None else given
     llm = LLM(engine or target, speculative_model=draft, method=method, budget=budget, threads=threads)  # type: ignore[arg-type]
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
     if seed is None:
         params.seed = params.resolved_seed()
-    text = _read_prompt(prompt, file, demo=engine is None and target is None)
     if show_tree:
         llm.on_round = lambda tree, verified: messages.print(draw_tree(tree, verified, llm.tokenizer))
-
-    written = 0
-    for output in llm.stream(text, params):
-        sys.stdout.write(output.outputs[0].text[written:])
-        sys.stdout.flush()
-        written = len(output.outputs[0].text)
-    sys.stdout.write("\n")
+    if given is None:
+        _write(text)  # nobody typed it, so show what is continued
+    output = _stream(llm, text, params)
     llm.on_round = None
     if output.error is not None:
         raise click.ClickException(output.error)
-    messages.print(_summary(llm, output) if not compare else _comparison(llm, text, params, output), style="dim")
+    messages.print(_comparison(llm, text, params, output) if compare else _summary(llm, output), style="dim")
 
 
-def _read_prompt(prompt: str | None, file: Path | None, *, demo: bool) -> str:
+def _stream(llm: "LLM", text: str, params: "SamplingParams") -> "RequestOutput":
+    written = 0
+    for output in llm.stream(text, params):
+        _write(output.outputs[0].text[written:])
+        written = len(output.outputs[0].text)
+    _write("\n")
+    return output
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough; leave quietly, and let the flush at exit succeed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _read_prompt(prompt: str | None, file: Path | None, *, required: bool) -> str | None:
+    """The prompt from where it was given; None if nothing was given and that is no error."""
     if prompt is not None and file is not None:
         raise click.UsageError("a prompt and --file were given (give one)")
     if prompt is not None:
         return prompt
-    source = str(file) if file is not None else "standard input"
     if file is not None and str(file) != "-":
-        data = file.read_bytes()
+        source, data = str(file), file.read_bytes()
     else:
-        data = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
-    if not data and file is None and demo:
-        from ddtree.demo.prompts import DEFAULT_PROMPT
-
-        sys.stdout.write(DEFAULT_PROMPT)  # nobody typed it, so show what is being continued
-        return DEFAULT_PROMPT
+        source, data = "standard input", b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
     if not data:
+        if file is None and not required:
+            return None
         raise click.UsageError(f"{source} holds no prompt (give one as argument, with --file, or on standard input)")
     try:
         return data.decode()
@@ -146,22 +166,27 @@ def _comparison(llm: "LLM", text: str, params: "SamplingParams", output: "Reques
 
 
 @app.command()
+@click.option("--output", type=_DIRECTORY, required=True, help="Where to write the engine directory.")
+@_target
+@_draft
+@click.option("--engine", default="onnxruntime", help="onnxruntime.")
+@click.option("--dtype", help="float32 with onnxruntime.")
+@click.option("--budget", type=int, default=255, help="The most draft nodes of a tree, root excluded.")
+@click.option("--max-batch-size", type=int, default=8, help="The most sequences at once.")
+@click.option("--max-seq-len", type=int, help="Tokens of prompt and output. Absent: the checkpoint's.")
+@click.option("--force", is_flag=True, help="Replace an engine that is there.")
 def build(
-    output: Annotated[Path, typer.Option(help="Where to write the engine directory.")],
-    target: Annotated[Path | None, typer.Option(help="Target checkpoint directory. No target: the demo pair.")] = None,
-    draft: Annotated[
-        Path | None, typer.Option(help="DFlash drafter checkpoint directory; absent: plain decoding only.")
-    ] = None,
-    engine: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",
-    dtype: Annotated[str | None, typer.Option(help="float32 with onnxruntime.")] = None,
-    budget: Annotated[int, typer.Option(help="The most draft nodes of a tree, root excluded.")] = 255,
-    max_batch_size: Annotated[int, typer.Option(help="The most sequences at once.")] = 8,
-    max_seq_len: Annotated[
-        int | None, typer.Option(help="Prompt and output together. [default: the checkpoint's]")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an engine that is there.")] = False,
+    output: Path,
+    target: Path | None,
+    draft: Path | None,
+    engine: str,
+    dtype: str | None,
+    budget: int,
+    max_batch_size: int,
+    max_seq_len: int | None,
+    force: bool,
 ) -> None:
-    """Compile a target and its drafter into an engine directory."""
+    """Compile a target and its drafter into an engine directory. No target: the demo pair."""
     if draft is not None and target is None:
         raise click.UsageError("--draft without --target (give the target's checkpoint too)")
     from ddtree.builder import build_engine
@@ -185,10 +210,9 @@ def build(
 
 
 @app.command()
-def inspect(
-    engine: Annotated[Path | None, typer.Argument(help="Engine directory. Absent: the demo pair's.")] = None,
-) -> None:
-    """Show what an engine directory holds."""
+@click.argument("engine", type=_DIRECTORY, required=False)
+def inspect(engine: Path | None) -> None:
+    """Show what an engine directory holds. No ENGINE: the demo pair's."""
     from ddtree.builder import Manifest
     from ddtree.runtime.engine_cache import cached_engine, demo_pair
     from ddtree.runtime.manifest_view import manifest_table
@@ -203,21 +227,20 @@ def main() -> None:
     from ddtree.runtime.errors import EngineError, RequestError
 
     try:
-        code = app(standalone_mode=False)
+        app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        sys.exit(2)
     except click.ClickException as error:
-        code = _refuse(error.format_message())
+        _refuse(error.format_message())
     except (BuildError, EngineError, RequestError) as error:
-        code = _refuse(str(error))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; the exit flush must not fail
-        code = 0
+        _refuse(str(error))
     except OSError as error:
-        code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (KeyboardInterrupt, click.Abort):
-        code = 130
-    sys.exit(code)
+        sys.exit(130)
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str) -> None:
     print(f"ddtree: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    sys.exit(2)

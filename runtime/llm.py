@@ -24,8 +24,9 @@ Prompt = str | list[int]
 DEFAULT_BUDGET = 16  # on a CPU small trees pay and large ones do not: docs/benchmarks.md
 
 _STATUS = {
-    1: "the target's logits at position {position} hold NaN or no finite value (check the checkpoint's weights)",
-    2: "no token is left at position {position} after mask and filters (loosen them)",
+    1: "the target's logits hold NaN or no finite value in the round from position {position} on "
+    "(check the checkpoint's weights)",
+    2: "no token is left after mask and filters in the round from position {position} on (loosen them)",
 }
 
 
@@ -216,7 +217,7 @@ def _emit(request: Request, verified: Verified, slot: int, position: int) -> Non
     accepted = int(verified.accepted_count[slot])
     status = int(verified.status[slot])
     if status:
-        request.fail(_STATUS[status].format(position=position + accepted))
+        request.fail(_STATUS[status].format(position=position))
         return
     request.extend(verified.output_ids[slot, : accepted + 1].tolist())
 

@@ -13,7 +13,7 @@ import torch
 
 from ddtree.builder import Manifest
 from ddtree.runtime.engine import KVCaches
-from ddtree.runtime.errors import EngineError
+from ddtree.runtime.errors import EngineError, RequestError
 
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64}
 _MASKS = ("attention_mask", "sliding_attention_mask")
@@ -93,6 +93,8 @@ class OnnxRuntimeEngine:
     dtype = torch.float32
 
     def __init__(self, directory: Path, threads: int | None = None):
+        if threads is not None and threads < 1:
+            raise RequestError(f"threads {threads} is out of range (use 1 or more)")
         self.manifest = manifest = Manifest.load(directory)
         target, draft = manifest.target, manifest.draft
         self._target = _Model(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 from pathlib import Path
 
@@ -108,22 +109,25 @@ def tiny_engine(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def tiny_llm(tiny_engine: Path) -> LLM:
-    return LLM(tiny_engine)
+    return LLM(tiny_engine, threads=1)  # a pass this small gains nothing from a second thread
+
+
+POISONED_POSITION = 60
 
 
 @pytest.fixture(scope="session")
-def poisoned_engine(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny pair with NaN in the embedding of token 5: a sequence that holds it has NaN logits.
+def poisoned_engine(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny engine with NaN in its rotary table: a sequence that reaches position 60 has NaN logits.
 
-    The builder refuses such a checkpoint, so the engine is damaged after it was built.
+    The builder refuses NaN weights, so a copy of the engine (its weight file is a link to the checkpoint's) is damaged.
     """
     directory = tmp_path_factory.mktemp("poisoned") / "engine"
-    build_engine(*tiny_pair, directory, max_batch_size=4)
-    (tensor,) = (
-        t for t in onnx.load(directory / "target.onnx", load_external_data=False).graph.initializer if "embed" in t.name
-    )
-    entry = {item.key: item.value for item in tensor.external_data}
+    shutil.copytree(tiny_engine, directory)
+    initializers = onnx.load(directory / "target.onnx", load_external_data=False).graph.initializer
+    (table,) = (tensor for tensor in initializers if tensor.name.endswith("rotary.cos"))
+    entry = {item.key: item.value for item in table.external_data}
+    row = table.dims[1] * 4  # bytes
     with (directory / entry["location"]).open("r+b") as file:
-        file.seek(int(entry["offset"]) + 5 * HIDDEN * 4)
-        file.write(struct.pack("<f", math.nan) * HIDDEN)
+        file.seek(int(entry["offset"]) + POISONED_POSITION * row)
+        file.write(struct.pack("<f", math.nan) * table.dims[1])
     return directory

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from ddtree.runtime.cli import main
+
 DDTREE = [sys.executable, "-c", "from ddtree.runtime.cli import main; main()"]
 
 
@@ -110,27 +112,47 @@ def test_build_then_inspect(ddtree, tiny_pair: tuple[Path, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "message"),
     [
-        (["generate", "w1", "--max-tokens", "many"], "many"),
-        (["generate", "w1", "--method", "eagle"], "eagle"),
-        (["generate", "w1", "--budget", "-1"], "budget -1"),
-        (["generate", "w1", "--budget", "5000"], "budget 5000 exceeds the engine's max_tree_nodes 255"),
-        (["generate", "w1", "--temperature", "-1"], "temperature -1"),
-        (["generate", "w1", "--top-p", "0"], "top_p 0"),
-        (["generate", "w1", "--seed", "-4"], "seed -4"),
-        (["generate", "w1", "--max-tokens", "3000"], "max_seq_len 2048"),
-        (["generate", "w1 " * 3000], "max_seq_len 2048"),
-        (["generate", "w1", "--file", "there"], "give one"),
-        (["generate", "--file", "nowhere.txt"], "nowhere.txt"),
-        (["generate", "--file", "."], "."),
-        (["generate"], "no prompt"),
-        (["generate", "w1", "--draft", "d"], "--draft"),
+        (["--max-tokens", "many"], "Invalid value for '--max-tokens': 'many' is not a valid integer."),
+        (["--method", "eagle"], "method 'eagle' is not known (use one of ddtree, chain, ar)"),
+        (["--budget", "-1"], "budget -1 is negative (use 0 to 255)"),
+        (["--budget", "500"], "budget 500 exceeds the engine's max_tree_nodes 255 (rebuild with --budget 500)"),
+        (["--temperature", "-1"], "temperature -1.0 is out of range (use 0 or more)"),
+        (["--top-p", "0"], "top_p 0 keeps no token (use a value above 0, 1 turns the filter off)"),
+        (["--seed", "-4"], f"seed -4 is out of range (use 0 to {2**64 - 1})"),
+        (["--threads", "0"], "threads 0 is out of range (use 1 or more)"),
+        (["--file", "there"], "a prompt and --file were given (give one)"),
+        (["--draft", "there"], "--engine has its models inside (leave --target and --draft out)"),
+        (
+            ["--max-tokens", "3000"],
+            "prompt of 2 tokens and max_tokens 3000 exceed the engine's max_seq_len 2048 "
+            "(lower max_tokens to 2046, or rebuild with a larger --max-seq-len)",
+        ),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(ddtree, tiny_engine: Path, arguments: list[str], named: str) -> None:
-    extra = [] if "--draft" in arguments else ["--engine", tiny_engine]
-    assert named in refusal(ddtree(*arguments, *extra))
+def test_bad_arguments_are_refused_in_one_line(
+    tiny_engine: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddtree", "generate", "w1 w2", "--engine", str(tiny_engine), *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr() == ("", f"ddtree: {message}\n")
+
+
+def test_a_prompt_that_cannot_be_read_is_refused(ddtree, tiny_engine: Path, tmp_path: Path) -> None:
+    settings = ["generate", "--engine", tiny_engine]
+    assert refusal(ddtree(*settings)).startswith("standard input holds no prompt")
+    assert refusal(ddtree(*settings, "--file", tmp_path / "nowhere.txt")).endswith(
+        "nowhere.txt: No such file or directory"
+    )
+    assert refusal(ddtree(*settings, "--file", tmp_path)).endswith("Is a directory")
+    assert "max_seq_len 2048" in refusal(ddtree(*settings, "w1 " * 3000))
 
 
 def test_a_prompt_file_that_is_not_text_is_refused(ddtree, tiny_engine: Path, tmp_path: Path) -> None:
@@ -170,7 +192,7 @@ def test_a_checkpoint_or_engine_that_cannot_be_used_is_refused(
 
 
 def test_nan_logits_are_an_error_with_exit_code_2(ddtree, poisoned_engine: Path) -> None:
-    process = ddtree("generate", "w5", "--engine", poisoned_engine)
+    process = ddtree("generate", "w5 " * 70, "--engine", poisoned_engine)
     assert process.returncode == 2
     assert process.stderr.count("\n") == 1
     assert "hold NaN" in process.stderr

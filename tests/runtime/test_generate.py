@@ -128,16 +128,18 @@ def test_caches_are_updated_in_place(tiny_llm: LLM) -> None:
 
 @pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
 def test_nan_logits_fail_their_request_alone_and_leave_no_trace(poisoned_engine, method: str) -> None:
-    llm = LLM(poisoned_engine, method=method)
+    llm = LLM(poisoned_engine, method=method, threads=1)
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=1, ignore_eos=True)
     healthy = [[1, 2, 3], [4, 4, 6, 7]]
+    in_the_prompt, while_writing = [3] * 61, [3] * 55
     expected = [llm.generate(prompt, params).outputs[0].token_ids for prompt in healthy]
-    mixed = llm.generate([healthy[0], [9, 5, 1], healthy[1], [5], *healthy], params)
+    mixed = llm.generate([healthy[0], in_the_prompt, healthy[1], while_writing, *healthy], params)
     assert [output.error is not None for output in mixed] == [False, True, False, True, False, False]
+    assert all(mixed[i].outputs[0].finish_reason == "error" for i in (1, 3))
     assert mixed[1].error == (
-        "the target's logits at position 3 hold NaN or no finite value (check the checkpoint's weights)"
+        "the target's logits hold NaN or no finite value in the round from position 61 on "
+        "(check the checkpoint's weights)"
     )
-    assert mixed[1].outputs[0].finish_reason == "error"
     written = [output.outputs[0].token_ids for output in mixed if output.error is None]
     assert written == expected + expected
 
