@@ -19,9 +19,9 @@ from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified
 
 # Below this temperature a slot is decoded greedily.
 GREEDY_TEMPERATURE = 1e-5
-# Up to this many draft logits a slot NumPy reads them, on one core: torch would share them out among its threads, and
-# waiting for those, while ONNX Runtime's own keep the cores, takes longer than the work.
-_FEW = 1 << 18
+# Rows up to this long NumPy reads, on one core: torch would share them out among its threads, and waiting for those,
+# while ONNX Runtime's own keep the cores, takes longer than the work.
+_FEW_IN_ROW = 1 << 14
 _LOWEST = np.finfo(np.float32).min
 _BITS = {2: torch.int16, 4: torch.int32}  # by bytes an element
 
@@ -114,20 +114,28 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
         floor: [batch] float32, no node of the tree is below it.
     """
     batch, depths, vocab = logits.shape
+    rows = batch * depths
+    values = logits.numpy().reshape(rows, vocab)
     block = 1  # large enough to shorten the search, with enough blocks left for the floor to be near
-    while block < 32 and vocab >= 8 * budget * block:
+    while block < 256 and vocab >= 4 * budget * block:
         block *= 2
-    log_probs = _log_softmax(logits)
+    if math.gcd(vocab, block) >= 16:
+        block = math.gcd(vocab, block)  # spares the copy
+    padded = values
     if vocab % block:
-        log_probs = np.pad(log_probs, ((0, 0), (0, 0), (0, -vocab % block)), constant_values=-np.inf)
-    blocked = log_probs.reshape(batch, depths, block, -1)  # tokens of a block are a stride apart
-    blocks = blocked.shape[-1]
+        padded = np.pad(values, ((0, 0), (0, -vocab % block)), constant_values=-np.inf)
+    blocked = padded.reshape(rows, block, -1)  # tokens of a block are a stride apart
+    blocks = blocked.shape[2]
+    block_max = _block_max(blocked)  # [rows, blocks]
+    likeliest = block_max.max(1, keepdims=True)  # [rows, 1]
+    log_peak = _log_peak(values, likeliest)  # [rows, 1]
     # fmax turns the NaN of a row that is no distribution into -inf.
-    block_max = np.fmax(_block_max(blocked), np.float32(-np.inf))  # [batch, D, blocks]
-    best = block_max.max(-1)
+    block_log_prob = np.fmax((block_max - likeliest) + log_peak, np.float32(-np.inf))
+
+    best = np.fmax(log_peak, np.float32(-np.inf)).reshape(batch, depths)
     above = np.zeros((batch, depths), np.float32)  # the likeliest prefix before each depth
     np.cumsum(best[:, :-1], 1, out=above[:, 1:])
-    reach = above[..., None] + block_max
+    reach = above.reshape(rows, 1) + block_log_prob
     floor = np.full((batch, 1), _LOWEST)
     if mode == "tree" and depths * blocks >= budget:
         floor = np.maximum(floor, _kth_largest(reach.reshape(batch, -1), budget))
@@ -136,39 +144,43 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
         wanted = np.maximum(above + best, _LOWEST)
         if mode == "tree":
             wanted = np.minimum(wanted, floor)
+    wanted, above = wanted.reshape(rows, 1), above.reshape(rows, 1)
 
-    row, chosen = np.nonzero((reach >= wanted[..., None]).reshape(batch * depths, blocks))
-    inside = blocked.reshape(batch * depths, block, blocks)[row, :, chosen]  # [n, block]
-    which, place = np.nonzero(above.ravel()[row, None] + inside >= wanted.ravel()[row, None])
-    row, token, log_prob = row[which], place * blocks + chosen[which], inside[which, place]
-    order = np.lexsort((token, -logits.numpy().reshape(batch * depths, vocab)[row, token], row))
-    row, token, log_prob = row[order], token[order], log_prob[order]
-    starts = np.searchsorted(row, np.arange(batch * depths + 1))
+    row, column = np.divmod((reach >= wanted).ravel().nonzero()[0], blocks)
+    inside = blocked[row, :, column]  # [n, block]
+    log_prob = (inside - likeliest[row]) + log_peak[row]
+    which, place = np.nonzero(above[row] + log_prob >= wanted[row])
+    row, token = row[which], place * blocks + column[which]
+    order = np.lexsort((token, -inside[which, place], row))
+    row, token, log_prob = row[order], token[order], log_prob[which, place][order]
+    starts = np.searchsorted(row, np.arange(rows + 1))
     most = 1 if mode == "chain" else budget
-    if row.size and (np.diff(starts) > most).any():
+    if (np.diff(starts) > most).any():
         kept = np.arange(row.size) - starts[row] < most
-        token, log_prob = token[kept], log_prob[kept]
-        starts = np.searchsorted(row[kept], np.arange(batch * depths + 1))
+        row, token, log_prob = row[kept], token[kept], log_prob[kept]
+        starts = np.searchsorted(row, np.arange(rows + 1))
     return token, log_prob, starts, floor[:, 0]
 
 
-def _log_softmax(logits: Tensor) -> NDArray:
-    if logits[0].numel() > _FEW:
-        return torch.log_softmax(logits, -1).numpy()
-    values = logits.numpy()
-    log_probs = values - values.max(-1, keepdims=True)
-    log_probs -= np.log(np.exp(log_probs).sum(-1, keepdims=True))
-    return log_probs
+def _block_max(blocked: NDArray) -> NDArray:  # [rows, block, blocks] -> [rows, blocks]
+    rows, block, blocks = blocked.shape
+    inner = min(block, 16)  # in two steps: both libraries are at their fastest with some 16 values to compare
+    halfway = blocked.reshape(rows, inner, -1)
+    halfway = halfway.max(1) if halfway[0].size <= _FEW_IN_ROW else torch.from_numpy(halfway).amax(1).numpy()
+    return halfway.reshape(rows, -1, blocks).max(1)
 
 
-def _block_max(blocked: NDArray) -> NDArray:
-    return torch.from_numpy(blocked).amax(-2).numpy() if blocked[0].size > _FEW else blocked.max(-2)
+def _log_peak(values: NDArray, likeliest: NDArray) -> NDArray:
+    """The log-probability of each row's likeliest token, [rows, 1]; NaN for a row that is no distribution."""
+    if values.shape[1] <= _FEW_IN_ROW:
+        return -np.log(np.exp(values - likeliest).sum(1, keepdims=True))
+    return torch.softmax(torch.from_numpy(values), 1).amax(1, keepdim=True).log_().numpy()
 
 
 def _kth_largest(values: NDArray, k: int) -> NDArray:  # [batch, n] -> [batch, 1]
-    if values.shape[1] > _FEW // 32:
-        return torch.topk(torch.from_numpy(values), k).values[:, -1:].numpy()
-    return np.partition(values, -k, 1)[:, -k, None]
+    if values.shape[1] <= _FEW_IN_ROW:
+        return np.partition(values, -k, 1)[:, -k, None]
+    return torch.topk(torch.from_numpy(values), k).values[:, -1:].numpy()
 
 
 def _best_prefixes(log_probs: list[NDArray], budget: int, floor: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
@@ -221,10 +233,14 @@ def _best_prefixes(log_probs: list[NDArray], budget: int, floor: NDArray) -> tup
 
     logw, rank, parent = np.concatenate(logws), np.concatenate(ranks), np.concatenate(parents)
     depth = np.repeat(np.arange(1, len(logws) + 1), [part.size for part in logws])
-    order = np.argsort(-logw, kind="stable")[: budget + 1]
-    sorted_logw = logw[order]
-    if (sorted_logw[1:] == sorted_logw[:-1]).any():
-        order = np.lexsort((*_rank_tuples(rank, parent, depth, budget), -logw))
+    if total > budget:
+        floor = np.partition(logw, -budget)[-budget]
+    order = (logw >= floor).nonzero()[0]
+    order = order[np.argsort(-logw[order], kind="stable")]
+    descending = logw[order]
+    if (descending[1:] == descending[:-1]).any():
+        tuples = _rank_tuples(rank, parent, depth, budget)
+        order = order[np.lexsort((*(word[order] for word in tuples), -descending))]
     order = order[:budget]
     node = np.zeros(total + 1, np.int64)  # place in the lists -> node; the root, -1, is node 0
     node[order] = np.arange(1, order.size + 1)

@@ -14,14 +14,19 @@ from ddtree.plugins import ops, reference
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def float32_log_softmax(values: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        likeliest = values.max(1, keepdims=True)
+        return (values - likeliest) + reference._log_peak(values, likeliest)
+
+
 def ranked_rows(logits: torch.Tensor) -> list[list[tuple[int, np.float32]]]:
     """Per depth of ``logits`` [D, vocab] the (token, log-probability) of positive probability, best first.
 
     The float32 log-softmax is the operation's own, because the order of float32 sums, ties included, depends on its
     last bit; it has a test of its own against float64.
     """
-    with np.errstate(invalid="ignore"):
-        log_probs = reference._log_softmax(logits.float()[None])[0]
+    log_probs = float32_log_softmax(logits.float().numpy())
     rows = []
     for row, values in zip(logits.float().tolist(), log_probs, strict=True):
         order = sorted(range(len(row)), key=lambda token: (-row[token], token))
