@@ -127,8 +127,10 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
     blocked = padded.reshape(rows, block, -1)  # tokens of a block are a stride apart
     blocks = blocked.shape[2]
     block_max = _block_max(blocked)  # [rows, blocks]
-    likeliest = block_max.max(1, keepdims=True)  # [rows, 1]
-    log_peak = _log_peak(values, likeliest)  # [rows, 1]
+    each, column = np.arange(rows), block_max.argmax(1)
+    peak = blocked[each, :, column].argmax(1) * blocks + column  # the likeliest token, [rows]
+    likeliest = values[each, peak][:, None]
+    log_peak = _log_peak(values, peak)  # [rows, 1]
     # fmax turns the NaN of a row that is no distribution into -inf.
     block_log_prob = np.fmax((block_max - likeliest) + log_peak, np.float32(-np.inf))
 
@@ -138,7 +140,11 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
     reach = above.reshape(rows, 1) + block_log_prob
     floor = np.full((batch, 1), _LOWEST)
     if mode == "tree" and depths * blocks >= budget:
-        floor = np.maximum(floor, _kth_largest(reach.reshape(batch, -1), budget))
+        coarse = reach
+        while coarse.shape[1] >= 4 * budget:  # blocks of blocks do for a floor
+            half = coarse.shape[1] // 2
+            coarse = np.maximum(coarse[:, :half], coarse[:, half : 2 * half])
+        floor = np.maximum(floor, _kth_largest(coarse.reshape(batch, -1), budget))
     wanted = np.broadcast_to(floor, (batch, depths))
     if keep_chain:
         wanted = np.maximum(above + best, _LOWEST)
@@ -170,11 +176,12 @@ def _block_max(blocked: NDArray) -> NDArray:  # [rows, block, blocks] -> [rows, 
     return halfway.reshape(rows, -1, blocks).max(1)
 
 
-def _log_peak(values: NDArray, likeliest: NDArray) -> NDArray:
+def _log_peak(values: NDArray, peak: NDArray) -> NDArray:
     """The log-probability of each row's likeliest token, [rows, 1]; NaN for a row that is no distribution."""
+    each = np.arange(len(peak))
     if values.shape[1] <= _FEW_IN_ROW:
-        return -np.log(np.exp(values - likeliest).sum(1, keepdims=True))
-    return torch.softmax(torch.from_numpy(values), 1).amax(1, keepdim=True).log_().numpy()
+        return -np.log(np.exp(values - values[each, peak][:, None]).sum(1, keepdims=True))
+    return np.log(torch.softmax(torch.from_numpy(values), 1).numpy()[each, peak][:, None])
 
 
 def _kth_largest(values: NDArray, k: int) -> NDArray:  # [batch, n] -> [batch, 1]
@@ -386,48 +393,36 @@ def verify_tree(
     arrays = [field.numpy() for field in fields]
     temperatures = sampling.temperature.numpy()
     top_k, top_p, min_p = sampling.top_k.tolist(), sampling.top_p.tolist(), sampling.min_p.tolist()
-    seeds, node_counts = sampling.seed.tolist(), tree.node_count.tolist()
+    seeds, node_counts, deepest = sampling.seed.tolist(), tree.node_count.tolist(), tree.depths.numpy().max(1).tolist()
     # Slot after slot: walks share nothing, and a row of the vocabulary is vector enough.
     for slot, root_position in enumerate(root_positions.tolist()):
-        temperature = temperatures[slot]
-        greedy = method == "greedy" or not temperature >= GREEDY_TEMPERATURE
-        filtered = top_k[slot] > 0 or top_p[slot] < 1 or min_p[slot] > 0
+        greedy = method == "greedy" or not temperatures[slot] >= GREEDY_TEMPERATURE
+        children = _Children(*(array[slot, : node_counts[slot]] for array in arrays))
         first = root_position + 1  # position of the token that the root predicts
+        noise = TokenNoise(seeds[slot], first, deepest[slot] + 1, vocab)
         if method == "target_only":
             seeded_coins = philox.coins(seeds[slot], first + np.arange(outputs)).tolist()
-        noise = TokenNoise(seeds[slot], first, min(outputs, node_counts[slot]), vocab)
-        children = _Children(*(array[slot, : node_counts[slot]] for array in arrays))
         node = 0
         path: list[int] = []
         tokens: list[int] = []
         token_logprobs: list[float] = []
         for depth in range(outputs):
             row = _row(logits, slot, node)  # [vocab]
-            largest = row.max()
-            if not math.isfinite(largest):  # NaN, all -inf, or a +inf, which has no softmax either
+            if not math.isfinite(row.max()):  # NaN, all -inf, or a +inf, which has no softmax either
                 status[slot] = 1
                 break
-            scaled = row - largest
-            weights = np.exp(scaled)
-            log_total = math.log(weights.sum())
-            allowed = row
-            if token_bitmask is not None:
-                allowed = _masked(row, token_bitmask[slot, node])
-                if allowed.max() == -np.inf:
-                    status[slot] = 2
-                    break
+            allowed = row if token_bitmask is None else _masked(row, token_bitmask[slot, node])
             if greedy:
                 token = int(allowed.argmax())
+                if allowed[token] == -np.inf:
+                    status[slot] = 2
+                    break
                 child = children.carrying(node, token)
             else:
-                if temperature != 1 or token_bitmask is not None:
-                    scaled = (allowed - allowed.max()) / temperature
-                    weights = np.exp(scaled)
-                if filtered:
-                    weights = filtered_weights(allowed, weights, temperature, top_k[slot], top_p[slot], min_p[slot])
-                    if not weights.any():
-                        status[slot] = 2
-                        break
+                scaled, weights = filtered_weights(allowed, temperatures[slot], top_k[slot], top_p[slot], min_p[slot])
+                if not weights.max() > 0:  # NaN where the mask allows nothing that is possible
+                    status[slot] = 2
+                    break
                 if method == "coupled":
                     token = coupled_draw(scaled, weights, noise.at(depth, weights))
                     child = children.carrying(node, token)
@@ -439,7 +434,7 @@ def verify_tree(
                     token, child = target_only_draw(weights, candidates, coin, final, threshold_single, threshold_acc)
             path.append(node)
             tokens.append(token)
-            token_logprobs.append(float(row[token] - largest) - log_total)
+            token_logprobs.append(_log_prob(row, token))
             if child < 0:
                 break
             node = child
@@ -478,6 +473,11 @@ def _row(logits: Tensor, slot: int, node: int) -> NDArray:
     if logits.dtype == torch.float32:
         return logits.numpy()[slot, node]
     return logits[slot, node].float().numpy()
+
+
+def _log_prob(row: NDArray, token: int) -> float:
+    largest = row.max()
+    return float(row[token] - largest) - math.log(np.exp(row - largest).sum())
 
 
 def _masked(row: NDArray, words: Tensor) -> NDArray:

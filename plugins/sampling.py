@@ -16,26 +16,27 @@ _UNIFORMS_AHEAD = 24576
 
 
 def filtered_weights(
-    logits: NDArray, weights: NDArray, temperature: float, top_k: int, top_p: float, min_p: float
-) -> NDArray:
-    """``weights`` with the tokens that the filters drop at 0. Only a min_p above 1 leaves none.
+    logits: NDArray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[NDArray, NDArray]:
+    """Logits over temperature, less their largest, and the weights: exp of these, 0 for tokens that a filter drops.
 
     Args:
         logits: -inf where a token is not allowed.
-        weights: exp((logits - max(logits)) / temperature).
         temperature: above 0.
         top_k: keep exactly this many, the lower id first among equals; 0 = off.
         top_p: then the smallest set that reaches this share of the mass left; 1 = off.
-        min_p: then those of at least this share of the largest probability; 0 = off.
+        min_p: then those of at least this share of the largest probability; 0 = off. Above 1 nothing is left.
     """
     vocab = logits.size
+    scaled = (logits - logits.max()) / temperature
+    weights = np.exp(scaled)
     if not 0 < top_k < vocab:
         top_k = vocab
     if top_k < vocab or top_p < 1:
         weights = np.where(_top(logits, weights, temperature, top_k, top_p), weights, np.float32(0))
     if min_p > 0:
         weights = np.where(weights < np.float32(min_p), np.float32(0), weights)
-    return weights
+    return scaled, weights
 
 
 def _top(logits: NDArray, weights: NDArray, temperature: float, top_k: int, top_p: float) -> NDArray:

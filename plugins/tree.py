@@ -93,7 +93,9 @@ def root_tree(root_token_ids: Tensor, *, max_depth: int = 0) -> DraftTree:
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raises a one-line error unless ``tensor`` has this shape (None: any size) and one of these dtypes (none: any)."""
     have = tensor.shape
-    if len(have) != len(shape) or any(size not in (None, got) for size, got in zip(shape, have, strict=True)):
+    if have != shape and (
+        len(have) != len(shape) or any(size not in (None, got) for size, got in zip(shape, have, strict=True))
+    ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(have)}, expected [{wanted}]")
     if dtypes and tensor.dtype not in dtypes:

@@ -16,8 +16,7 @@ from ddtree.plugins import ops, reference
 
 def float32_log_softmax(values: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
-        likeliest = values.max(1, keepdims=True)
-        return (values - likeliest) + reference._log_peak(values, likeliest)
+        return (values - values.max(1, keepdims=True)) + reference._log_peak(values, values.argmax(1))
 
 
 def ranked_rows(logits: torch.Tensor) -> list[list[tuple[int, np.float32]]]:

@@ -1,0 +1,182 @@
+"""Times build_tree and verify_tree on the CPU beside the published algorithm of DDTree (arXiv 2604.12989).
+
+The published algorithm is written here from its description: a Python heap over torch.topk and log-sum-exp, then what
+each node sees; softmax and multinomial of all N rows, and a walk through one dictionary of children a node. Both sides
+run in turn, on the same logits, in float32; medians are shown.
+
+    python benchmarks/tree_operations.py [--threads 1] [--budgets 64,256,1024] [--vocab 151936] [--depth 15]
+"""
+
+import heapq
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from ddtree.plugins import ops
+
+ROOT = 11
+
+
+def published_build(draft_logits: Tensor, budget: int) -> tuple[list[int], list[int], list[dict[int, int]], np.ndarray]:
+    """Tokens and parents of the nodes, each node's children by token, and which nodes it sees; [D, vocab] logits."""
+    top = torch.topk(draft_logits, min(budget, draft_logits.shape[1]))
+    log_probs = (top.values - torch.logsumexp(draft_logits, -1, keepdim=True)).tolist()
+    token_ids = top.indices.tolist()
+    depths, ranks = len(log_probs), len(log_probs[0])
+    tokens, parents, children = [ROOT], [-1], [{}]  # type: tuple[list[int], list[int], list[dict[int, int]]]
+    heap = [(-log_probs[0][0], (0,), 0, 1, 0, log_probs[0][0])]
+    while heap and len(tokens) <= budget:
+        _, path, parent, depth, rank, logw = heapq.heappop(heap)
+        node, token = len(tokens), token_ids[depth - 1][rank]
+        tokens.append(token)
+        parents.append(parent)
+        children.append({})
+        children[parent][token] = node
+        if rank + 1 < ranks:
+            sibling = logw - log_probs[depth - 1][rank] + log_probs[depth - 1][rank + 1]
+            heapq.heappush(heap, (-sibling, (*path[:-1], rank + 1), parent, depth, rank + 1, sibling))
+        if depth < depths:
+            child = logw + log_probs[depth][0]
+            heapq.heappush(heap, (-child, (*path, 0), node, depth + 1, 0, child))
+    visible = np.eye(len(tokens), dtype=bool)
+    for node in range(1, len(tokens)):
+        visible[node, :node] = visible[parents[node], :node]
+    return tokens, parents, children, visible
+
+
+def published_verify(logits: Tensor, children: list[dict[int, int]]) -> list[int]:
+    """A token drawn at every node (``logits`` [N, vocab], temperature 1), then the walk: accepted nodes."""
+    drawn = torch.multinomial(torch.softmax(logits, -1), 1).squeeze(1).tolist()
+    path = [0]
+    while drawn[path[-1]] in children[path[-1]]:
+        path.append(children[path[-1]][drawn[path[-1]]])
+    return path
+
+
+def peaked(depth: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """Draft logits [D, vocab] as language models have them: the r-th likeliest token has logit -s ln(1 + r), give or
+    take 0.5, s from 3.5 at the first depth (its best token has probability 0.9) to 1.5 at the last (0.4)."""
+    ranks = torch.arange(vocab, dtype=torch.float32)
+    slopes = torch.linspace(3.5, 1.5, depth)[:, None]
+    logits = -slopes * torch.log1p(ranks) + 0.5 * torch.randn(depth, vocab, generator=generator)
+    return torch.stack([row[torch.randperm(vocab, generator=generator)] for row in logits])
+
+
+def flat(depth: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """Draft logits [D, vocab] from a normal distribution: nothing is likely, and the tree is shallow and wide."""
+    return torch.randn(depth, vocab, generator=generator)
+
+
+def target_logits(draft_logits: Tensor, tree: ops.DraftTree, generator: torch.Generator) -> Tensor:
+    """[1, N, vocab]: after a node of depth d the draft's row d + 1, give or take 1, so that drafts are often right."""
+    rows = tree.depths[0].clamp(max=draft_logits.shape[0] - 1).long()
+    logits = torch.empty(1, len(rows), draft_logits.shape[1])
+    torch.randn(logits.shape, generator=generator, out=logits)
+    for node, row in enumerate(rows.tolist()):
+        logits[0, node] += draft_logits[row]
+    return logits
+
+
+def in_turn(sides: list[Callable[[int], object]], repeats: int) -> tuple[list[float], list[list[object]]]:
+    """Median milliseconds of each side, after one run that is not counted, and what the runs returned."""
+    times: list[list[float]] = [[] for _ in sides]
+    results: list[list[object]] = [[] for _ in sides]
+    for repeat in range(-1, repeats):
+        for side, run in enumerate(sides):
+            start = time.perf_counter()
+            result = run(repeat)
+            elapsed = time.perf_counter() - start
+            if repeat >= 0:
+                times[side].append(elapsed * 1e3)
+                results[side].append(result)
+    return [statistics.median(t) for t in times], results
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def main(
+    budgets: Annotated[str, typer.Option(help="Budgets, separated by commas.")] = "64,256,1024",
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 151936,
+    depth: Annotated[int, typer.Option(help="D, the rows of draft logits.")] = 15,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each side; a third as many of verification.")] = 21,
+    threads: Annotated[int, typer.Option(help="Threads of torch; 0 leaves its own choice.")] = 0,
+) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console()
+    console.print(
+        f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}. "
+        f"Batch 1, D {depth}, vocabulary {vocab:,}, float32, verification at temperature 1. Medians, run in turn."
+    )
+    table = Table("logits", "budget", "depth", *("build_tree ms", "published", "ratio"))
+    for column in ("accepted", "published", "verify_tree ms", "published", "ratio"):
+        table.add_column(column)
+    roots, root_position = torch.tensor([ROOT]), torch.tensor([100])
+    with Progress(console=console, transient=True) as progress:
+        kinds = [peaked, flat]
+        task = progress.add_task("measuring", total=len(kinds) * len(budgets.split(",")))
+        for kind in kinds:
+            for budget in map(int, budgets.split(",")):
+                generator = torch.Generator().manual_seed(budget)
+                draft_logits = kind(depth, vocab, generator)
+                (build_ms, published_build_ms), trees = in_turn(
+                    [
+                        lambda _, d=draft_logits, b=budget: ops.build_tree(d[None], roots, budget=b),
+                        lambda _, d=draft_logits, b=budget: published_build(d, b),
+                    ],
+                    repeats,
+                )
+                tree, (tokens, parents, children, _) = trees[0][0], trees[1][0]
+                same = tree.token_ids[0].tolist() == tokens and tree.parents[0].tolist() == parents
+                logits = target_logits(draft_logits, tree, generator)
+
+                def verify(seed: int, logits: Tensor = logits, tree: ops.DraftTree = tree) -> int:
+                    sampling = ops.SamplingTensors(
+                        temperature=torch.ones(1),
+                        top_k=torch.zeros(1, dtype=torch.int32),
+                        top_p=torch.ones(1),
+                        min_p=torch.zeros(1),
+                        seed=torch.tensor([seed]),
+                    )
+                    return int(ops.verify_tree(logits, tree, root_position, sampling).accepted_count)
+
+                (verify_ms, published_verify_ms), accepted = in_turn(
+                    [verify, lambda _, x=logits[0], c=children: len(published_verify(x, c)) - 1],
+                    max(3, repeats // 3),
+                )
+                table.add_row(
+                    kind.__name__,
+                    str(budget) + ("" if same else " (trees differ)"),
+                    str(int(tree.depths.max())),
+                    f"{build_ms:.2f}",
+                    f"{published_build_ms:.2f}",
+                    f"[bold]{published_build_ms / build_ms:.1f}x",
+                    *(f"{statistics.mean(counts):.1f}" for counts in accepted),
+                    f"{verify_ms:.2f}",
+                    f"{published_verify_ms:.1f}",
+                    f"[bold]{published_verify_ms / verify_ms:.0f}x",
+                )
+                progress.advance(task)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
