@@ -29,6 +29,8 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/tree_operations.py
 	$(VENV)/bin/python benchmarks/generation.py
+	$(VENV)/bin/python benchmarks/losslessness.py
+	$(VENV)/bin/python benchmarks/startup.py
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -24,6 +24,7 @@ class Batch:
         self._top_p = torch.ones(max_batch_size, dtype=torch.float32)
         self._min_p = torch.zeros(max_batch_size, dtype=torch.float32)
         self._seed = torch.zeros(max_batch_size, dtype=torch.int64)
+        self._sampling: SamplingTensors | None = None  # of the active slots, while they stay the same
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -44,7 +45,13 @@ class Batch:
     def feature_counts(self) -> torch.Tensor:  # int64 [batch]
         return self._feature_counts[: len(self)]
 
-    def sampling(self, slots: slice) -> SamplingTensors:
+    @property
+    def sampling(self) -> SamplingTensors:
+        if self._sampling is None:
+            self._sampling = self.sampling_of(slice(len(self)))
+        return self._sampling
+
+    def sampling_of(self, slots: slice) -> SamplingTensors:
         return SamplingTensors(
             self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots], self._seed[slots]
         )
@@ -52,6 +59,7 @@ class Batch:
     def add(self, request: Request) -> int:
         """Take a request into the next free slot and return the slot."""
         slot = len(self)
+        self._sampling = None
         self.requests.append(request)
         params = request.params
         self._past[slot] = 0
@@ -74,6 +82,7 @@ class Batch:
     def remove(self, slot: int) -> int:
         """Drop the request in ``slot``, move the last one there, and return the slot it came from."""
         last = len(self) - 1
+        self._sampling = None
         for rows in vars(self).values():
             if isinstance(rows, torch.Tensor):
                 rows[slot] = rows[last]

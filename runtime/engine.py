@@ -13,7 +13,10 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Engine(Protocol):
-    """Two models and their KV caches. A slot holds one sequence; a pass runs the slots [first, first + batch)."""
+    """Two models and their KV caches. A slot holds one sequence; a pass runs the slots [first, first + batch).
+
+    What a pass returns is valid until the next pass of the same model.
+    """
 
     manifest: Manifest
     dtype: torch.dtype
@@ -55,7 +58,7 @@ class Engine(Protocol):
     def target(
         self,
         first: int,
-        input_ids: torch.Tensor,  # int64 [batch, seq]
+        input_ids: torch.Tensor,  # int32 or int64 [batch, seq]
         position_ids: torch.Tensor,  # int64 [batch, seq]
         attention_masks: Sequence[torch.Tensor],  # [batch, 1, seq, cache]; two where only some layers have a window
         write_index: torch.Tensor,  # int64 [batch]

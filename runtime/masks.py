@@ -13,7 +13,8 @@ def causal_mask(past: int, rows: int, cache_length: int, dtype: torch.dtype, win
     visible = slot <= query
     if window is not None:
         visible &= query - slot < window
-    return _additive(visible, dtype)[None, None]
+    hidden = torch.finfo(dtype).min
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, hidden)[None, None]
 
 
 def draft_mask(
@@ -31,22 +32,17 @@ def draft_mask(
     The pass writes ``width`` context rows at slot ``context`` and the block behind them. Every block row sees the
     cached context, the valid new rows and the whole block (DFlash is bidirectional inside its block) unless ``causal``.
     """
-    slot = torch.arange(cache_length)[None]  # [1, cache]
-    known = (context + counts)[:, None]  # [batch, 1]; also the anchor's position
-    start = context[:, None] + width  # [batch, 1]; the anchor's slot
-    in_block = (slot >= start) & (slot < start + block)
-    visible = (slot < known) | in_block  # [batch, cache]
-    if window is None and not causal:
-        return _additive(visible, dtype)[:, None, None].expand(-1, 1, block, -1).contiguous()
-    key_position = torch.where(in_block, known + slot - start, slot)[:, None]  # [batch, 1, cache]
-    query_position = known[..., None] + torch.arange(block)[None, :, None]  # [batch, block, 1]
-    seen = visible[:, None].expand(-1, block, -1)  # [batch, block, cache]
-    if window is not None:
-        seen = seen & (query_position - key_position < window)
-    if causal:
-        seen = seen & (key_position <= query_position)
-    return _additive(seen, dtype)[:, None]
-
-
-def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+    hidden = torch.finfo(dtype).min
+    mask = torch.full((len(context), 1, block, cache_length), hidden, dtype=dtype)
+    for rows, cached, count in zip(mask[:, 0], context.tolist(), counts.tolist(), strict=True):  # rows [block, cache]
+        anchor = cached + count  # its position, and the number of context rows in sight
+        in_context, in_block = rows[:, :anchor], rows[:, cached + width : cached + width + block]
+        in_context.zero_()
+        in_block.zero_()
+        if causal:
+            in_block.masked_fill_(torch.ones(block, block, dtype=torch.bool).triu(1), hidden)
+        if window is not None:
+            query = torch.arange(block)[:, None]  # relative to the anchor
+            in_context.masked_fill_(query + anchor - torch.arange(anchor) >= window, hidden)
+            in_block.masked_fill_(query - torch.arange(block) >= window, hidden)
+    return mask

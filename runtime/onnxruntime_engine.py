@@ -4,7 +4,7 @@ A cache is one torch tensor bound as both input and output of its TensorScatter 
 place. Caches double when they are full, so a short request never pays for a long one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,8 @@ class _Model:
             ) from error
         self.binding = self.session.io_binding()
         self.caches = [_zeros(0, kv_heads, 0, head_dim) for _ in range(2 * layers)]  # key, value of layer 0, ...
-        self.bound: tuple[int, int] | None = None  # (first, batch) that the caches are bound for
+        self.bound_slots: tuple[int, int] | None = None  # (first, batch) that the caches are bound for
+        self.buffers: dict[str, torch.Tensor] = {}  # what the other inputs and outputs are bound to
 
     @property
     def cache_length(self) -> int:
@@ -44,7 +45,7 @@ class _Model:
 
     def reset(self, slots: int) -> None:
         self.caches = [_zeros(slots, cache.shape[1], _SHORTEST_CACHE, cache.shape[3]) for cache in self.caches]
-        self.bound = None
+        self.bound_slots = None
 
     def reserve(self, length: int) -> None:
         if length <= self.cache_length:
@@ -53,7 +54,7 @@ class _Model:
         for i, old in enumerate(self.caches):
             self.caches[i] = _zeros(old.shape[0], old.shape[1], length, old.shape[3])
             self.caches[i][:, :, : old.shape[2]] = old
-        self.bound = None
+        self.bound_slots = None
 
     def release(self, slot: int, last: int, *, zero: bool) -> None:
         for cache in self.caches:
@@ -62,14 +63,18 @@ class _Model:
             if last != slot:
                 cache[[slot, last]] = cache[[last, slot]]
 
-    def run(self, first: int, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+    def run(self, first: int, inputs: dict[str, torch.Tensor], outputs: Mapping[str, tuple[int, ...]]) -> None:
+        """Run slots [first, first + batch). What comes out lies in ``buffers`` until the next pass.
+
+        Rounds repeat their shapes, so inputs are copied into buffers that stay bound: binding costs more than copying.
+        """
         batch = next(iter(inputs.values())).shape[0]
-        if self.bound != (first, batch):
+        if self.bound_slots != (first, batch):
             self._bind_caches(first, batch)
         for name, tensor in inputs.items():
-            self._bind(self.binding.bind_input, name, tensor)
-        for name, tensor in outputs.items():
-            self._bind(self.binding.bind_output, name, tensor)
+            self._buffer(self.binding.bind_input, name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        for name, shape in outputs.items():
+            self._buffer(self.binding.bind_output, name, shape, torch.float32)
         try:
             self.session.run_with_iobinding(self.binding)
         except Exception as error:
@@ -78,13 +83,22 @@ class _Model:
     def _bind_caches(self, first: int, batch: int) -> None:
         for i, cache in enumerate(self.caches):
             name = f"{i // 2}.{'value' if i % 2 else 'key'}"
-            self._bind(self.binding.bind_input, f"past_key_values.{name}", cache[first : first + batch])
-            self._bind(self.binding.bind_output, f"present.{name}", cache[first : first + batch])
-        self.bound = (first, batch)
+            rows = cache[first : first + batch]
+            _bind(self.binding.bind_input, f"past_key_values.{name}", rows)
+            _bind(self.binding.bind_output, f"present.{name}", rows)
+        self.bound_slots = (first, batch)
 
-    @staticmethod
-    def _bind(bind: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
-        bind(name, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+    def _buffer(self, bind: Callable[..., None], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != shape:
+            dtype = torch.int64 if dtype == torch.int32 else dtype  # token ids: the graphs take int64
+            self.buffers[name] = buffer = torch.empty(shape, dtype=dtype)
+            _bind(bind, name, buffer)
+        return buffer
+
+
+def _bind(bind: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
+    bind(name, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
 
 
 class OnnxRuntimeEngine:
@@ -152,7 +166,6 @@ class OnnxRuntimeEngine:
         draft = self.manifest.draft
         assert draft is not None
         assert self._draft is not None
-        logits = torch.empty(features.shape[0], draft.max_depth, draft.vocab_size)  # [batch, D, vocab]
         self._draft.run(
             first,
             {
@@ -163,9 +176,9 @@ class OnnxRuntimeEngine:
                 **dict(zip(_MASKS, attention_masks, strict=False)),
                 "write_index": write_index,
             },
-            {"draft_logits": logits},
+            {"draft_logits": (features.shape[0], draft.max_depth, draft.vocab_size)},
         )
-        return logits
+        return self._draft.buffers["draft_logits"]
 
     def target(
         self,
@@ -176,9 +189,10 @@ class OnnxRuntimeEngine:
         write_index: torch.Tensor,
         logit_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, seq = input_ids.shape
-        logits = torch.empty(batch, logit_rows.shape[1], self.manifest.target.vocab_size)  # [batch, rows, vocab]
-        features = torch.empty(batch, seq, self._features_width)  # [batch, seq, layers*hidden]
+        (batch, seq), rows = input_ids.shape, logit_rows.shape[1]
+        outputs = {"logits": (batch, rows, self.manifest.target.vocab_size)}
+        if self._draft is not None:
+            outputs["context_features"] = (batch, seq, self._features_width)
         self._target.run(
             first,
             {
@@ -188,9 +202,10 @@ class OnnxRuntimeEngine:
                 "write_index": write_index,
                 "logit_rows": logit_rows,
             },
-            {"logits": logits, **({"context_features": features} if self._draft is not None else {})},
+            outputs,
         )
-        return logits, features
+        buffers = self._target.buffers
+        return buffers["logits"], buffers.get("context_features", torch.empty(batch, seq, 0))
 
 
 def _zeros(*shape: int) -> torch.Tensor:

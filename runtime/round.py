@@ -29,7 +29,8 @@ def decode_round(engine: Engine, batch: Batch, method: Method, budget: int) -> t
     draft_logits = None  # [batch, D, draft vocabulary]
     if method != "ar":
         context = past - batch.feature_counts
-        draft_logits = _draft_pass(engine, 0, batch.features, context, batch.feature_counts, roots)
+        width = int(batch.feature_counts.max())  # rows beyond it are padding in every slot
+        draft_logits = _draft_pass(engine, 0, batch.features[:, :width], context, batch.feature_counts, roots)
 
     # encode: draft_logits -> DraftTree, position_ids [batch, N], attention_masks [batch, 1, N, cache]
     if draft_logits is None:
@@ -51,9 +52,9 @@ def decode_round(engine: Engine, batch: Batch, method: Method, budget: int) -> t
     position_ids, attention_masks = encoded[0][0], [mask for _, mask in encoded]
 
     # verify: the target scores every node in one pass; the walk keeps the path that the target would have written
-    logit_rows = torch.arange(nodes).expand(len(batch), -1).contiguous()
-    logits, features = engine.target(0, tree.token_ids.long(), position_ids, attention_masks, past, logit_rows)
-    verified = ops.verify_tree(logits, tree, past, batch.sampling(slice(len(batch))))
+    logit_rows = torch.arange(nodes).expand(len(batch), -1)
+    logits, features = engine.target(0, tree.token_ids, position_ids, attention_masks, past, logit_rows)
+    verified = ops.verify_tree(logits, tree, past, batch.sampling)
 
     # commit: KV rows and context features of the accepted path move up, the bonus token becomes the root
     ops.commit(engine.target_caches(len(batch)), past, verified)
@@ -95,7 +96,7 @@ def prefill(engine: Engine, batch: Batch, slot: int, method: Method) -> Verified
             batch.feature_counts[slot] = waiting
     batch.past[slot] = len(prompt)
     root = ops.root_tree(prompt[-1:].to(torch.int32))
-    verified = ops.verify_tree(logits, root, torch.tensor([len(prompt) - 1]), batch.sampling(slice(slot, slot + 1)))
+    verified = ops.verify_tree(logits, root, torch.tensor([len(prompt) - 1]), batch.sampling_of(slice(slot, slot + 1)))
     batch.root_token_ids[slot] = verified.output_ids[0, 0]
     return verified
 
