@@ -255,14 +255,16 @@ def _best_prefixes(log_probs: list[NDArray], budget: int, floor: NDArray) -> tup
 
 
 def _rank_tuples(rank: NDArray, parent: NDArray, depth: NDArray, budget: int) -> list[NDArray]:
-    """Sort keys, least significant first, that compare as the tuples of ranks from root to node: int64 words of ranks
-    plus one, 0 past the end, so that a prefix precedes its extensions."""
+    """Keys for np.lexsort, least significant first, that compare as the tuples of ranks: int64 words of packed ranks.
+
+    Past the end a rank is 0, so a prefix equals its extensions by rank 0. The sort is stable: it stays before them.
+    """
     deepest = int(depth[-1])
     tuples = np.zeros((rank.size + 1, deepest), np.int64)  # last row: the root
     for at in range(1, deepest + 1):
         here = (depth == at).nonzero()[0]
         tuples[here] = tuples[parent[here]]
-        tuples[here, at - 1] = rank[here] + 1
+        tuples[here, at - 1] = rank[here]
     bits = budget.bit_length()
     per_word = 63 // bits
     words = []

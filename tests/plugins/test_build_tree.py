@@ -149,9 +149,12 @@ def test_float_sums_that_tie_across_depths_follow_the_tuples():
     """.6 * .5 = .3: the extension (0, 0) and the sibling (1) may tie, and the tuple (0, 0) is the smaller."""
     logits = torch.tensor([[[0.6, 0.3, 0.1], [0.5, 0.4, 0.1]]]).log()
     assert nodes_of(build(logits, 12)) == heap_tree(ranked_rows(logits[0]), 12)
-    halves = torch.zeros(1, 3, 2)  # a third row of probability 1 adds exactly 0, so that a child ties with its parent
-    halves[0, 2] = torch.tensor([0.0, -INF])
-    assert nodes_of(build(halves, 14)) == heap_tree(ranked_rows(halves[0]), 14)
+    # Rows of probability 1 add exactly 0, so that a child ties with its parent, here for each of 49 that tie already.
+    certain = torch.zeros(1, 4, 7)
+    certain[0, 2:, 1:] = -INF
+    nodes = heap_tree(ranked_rows(certain[0]), 160)
+    for budget in range(160):
+        assert nodes_of(build(certain, budget)) == nodes[:budget]
 
 
 def test_equal_logits_rank_by_the_lower_token_id():

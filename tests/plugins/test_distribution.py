@@ -1,5 +1,6 @@
 """Sampling is sampling: chi-square tests of what the verified trees emit against the target's own distribution."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -81,10 +82,19 @@ def test_tokens_of_successive_positions_are_independent():
 
 
 def test_a_large_vocabulary_is_sampled_too():
-    """The path that draws noise for the likely tokens only: 20,000 equal tokens in ten bins."""
+    """Noise is drawn for the likely tokens only: 30,000 equal ones in ten bins."""
     root = ops.root_tree(torch.tensor([0]))
     tokens = draws(root, torch.zeros(1, 30000), count=1500, filters={})[:, 0]
     assert_distributed((tokens // 3000).tolist(), dict.fromkeys(range(10), 0.1))
+
+
+def test_a_long_tail_of_unlikely_tokens_gets_its_share():
+    """29,999 tokens whose probability is e^-11 of the best one's have a third of the mass together."""
+    logits = torch.full((1, 30000), -11.0)
+    logits[0, 123] = 0.0
+    tokens = draws(ops.root_tree(torch.tensor([0])), logits, count=1500, filters={})[:, 0]
+    tail = 29999 * math.exp(-11)
+    assert_distributed((tokens == 123).int().tolist(), {0: tail / (1 + tail), 1: 1 / (1 + tail)})
 
 
 @pytest.mark.parametrize("method", ["coupled", "target_only"])

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from ddtree.plugins import philox
+from ddtree.plugins import philox, sampling
 
 from . import oracles
 
@@ -31,6 +31,7 @@ def test_uniforms_never_reach_0_or_1():
     noise = philox.gumbel(uniforms)
     assert np.isfinite(noise).all()
     assert noise.max() == pytest.approx(-math.log(2.0**-33), abs=1e-6)  # the small uniforms keep their precision
+    assert math.exp(noise.min() - noise.max()) > sampling._HOPELESS  # so no token that could win is left out
 
 
 def test_coins_take_counters_that_tokens_do_not():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree.plugins import ops
+from ddtree.plugins.sampling import filtered_weights
 
 from . import oracles
 from .oracles import sampling, stacked, tree_of
@@ -265,6 +266,26 @@ def test_filters_leave_exactly_these_tokens(probabilities, filters, possible, me
     slots = [{**filters, "seed": seed} for seed in range(batch)]
     root = ops.root_tree(torch.zeros(batch, dtype=torch.int32))
     assert set(verify(logits, root, slots, method=method).output_ids.flatten().tolist()) == possible
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([3, 70, 700, 7000]),
+    st.sampled_from([0.3, 1.0, 40.0]),
+    st.sampled_from([0, 1, 50, 100, 10**6]),
+    st.sampled_from([0.0, 0.1, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 0.02, 0.3]),
+    st.booleans(),
+)
+def test_filters_keep_what_the_float64_oracle_keeps(seed, vocab, temperature, top_k, top_p, min_p, tied):
+    logits = np.random.default_rng(seed).normal(size=vocab).astype(np.float32) * 3
+    if tied:
+        logits = np.round(logits)
+    if not mass_is_near(logits, temperature, top_k, top_p, min_p):
+        _, weights = filtered_weights(logits, temperature, top_k, top_p, min_p)
+        expected = oracles.kept_probabilities(logits.tolist(), temperature, top_k, top_p, min_p)
+        assert set(weights.nonzero()[0].tolist()) == set(expected)
 
 
 @settings(max_examples=100, deadline=None)
