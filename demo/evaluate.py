@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -158,18 +159,19 @@ def evaluate(recipe: Recipe, pair: tuple[Path, Path], prompts_of_kind: int) -> d
 
 
 def show(report: dict, console: Console) -> None:
-    table = Table("held-out text", "nats/token", "top-1")
+    """The tables of the model card."""
+    table = Table("held-out text", "nats/token", "top-1", box=MARKDOWN)
     for kind, (loss, top1) in report["held_out"].items():
         table.add_row(kind, f"{loss:.3f}", f"{top1:.1%}")
     console.print(table)
 
-    table = Table("drafter's top-1", *(str(depth) for depth in range(1, 16)))
+    table = Table("drafter's top-1", *(str(depth) for depth in range(1, 16)), box=MARKDOWN)
     for name, values in report["accuracy"].items():
         table.add_row(name, *(f"{value:.2f}"[1:] if value < 1 else "1" for value in values))
     console.print(table)
 
     rows = report["acceptance"]
-    table = Table("acceptance length", *rows[0]["rounds"], "loops", "texts")
+    table = Table("acceptance length", *rows[0]["rounds"], "tree 16, 10-90 %", "loops", "texts", box=MARKDOWN)
     for temperature in sorted({row["temperature"] for row in rows}):
         for kind in (*KINDS, "mixed", "mixed, no loops"):
             chosen = [
@@ -181,10 +183,9 @@ def show(report: dict, console: Console) -> None:
             if chosen:
                 tokens = sum(row["tokens"] for row in chosen)
                 lengths = [tokens / sum(row["rounds"][name] for row in chosen) for name in chosen[0]["rounds"]]
-                loops = sum(row["loops"] for row in chosen) / len(chosen)
-                table.add_row(
-                    f"{kind}, T={temperature}", *(f"{x:.2f}" for x in lengths), f"{loops:.0%}", str(len(chosen))
-                )
+                low, high = np.quantile([row["tokens"] / row["rounds"]["tree 16"] for row in chosen], (0.1, 0.9))
+                cells = [f"{kind}, T={temperature}", *(f"{length:.2f}" for length in lengths), f"{low:.1f}-{high:.1f}"]
+                table.add_row(*cells, f"{np.mean([row['loops'] for row in chosen]):.0%}", str(len(chosen)))
     console.print(table)
 
 

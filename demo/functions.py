@@ -3,45 +3,32 @@
 import random
 from collections.abc import Callable
 
-from ddtree.demo.words import draw
+from ddtree.demo.words import draw, words
 
-# (plural, singular) of what a function runs over
-_NUMBERS = (
-    ("numbers", "number"),
-    ("values", "value"),
-    ("prices", "price"),
-    ("scores", "score"),
-    ("ages", "age"),
-    ("sizes", "size"),
-    ("lengths", "length"),
-    ("weights", "weight"),
-    ("steps", "step"),
-    ("points", "point"),
+# What a function runs over, in the singular; the plural adds an s.
+_NUMBERS = words(
+    "number value price score age size length weight step point speed level mark rate grade height width depth day "
+    "hour minute mile coin card seat floor page ticket vote goal amount distance angle count bill salary order share "
+    "limit delay"
 )
-_WORDS = (
-    ("words", "word"),
-    ("names", "name"),
-    ("lines", "line"),
-    ("titles", "title"),
-    ("keys", "key"),
-    ("labels", "label"),
+_STRINGS = words(
+    "word name line title key label letter token tag path note message street river fruit animal colour verse town "
+    "tool flower"
 )
-_TEXTS = ("apple", "bread", "cloud", "door", "eagle", "flame", "grass", "house", "island", "jacket", "kettle", "lemon")
-_TEXTS += ("moon", "night", "ocean", "paper")
+_TEXTS = words("apple bread cloud door eagle flame grass house island jacket kettle lemon moon night ocean paper")
 
 
 def function(rng: random.Random) -> str:
     """One function definition, followed by its test."""
     if rng.random() < 0.7:
-        plural, singular = rng.choice(_NUMBERS)
-        test, adjective, suffix = _number_condition(rng, singular)
-        samples = [[rng.randint(1, 30) for _ in range(rng.randint(3, 5))] for _ in range(2)]
+        singular, shapes = rng.choice(_NUMBERS), _NUMBER_SHAPES
+        condition = _number_condition(rng, singular)
+        samples = [[rng.randint(1, 60) for _ in range(rng.randint(3, 5))] for _ in range(2)]
     else:
-        plural, singular = rng.choice(_WORDS)
-        test, adjective, suffix = _word_condition(rng, singular)
+        singular, shapes = rng.choice(_STRINGS), _STRING_SHAPES
+        condition = _string_condition(rng, singular)
         samples = [rng.sample(_TEXTS, rng.randint(2, 4)) for _ in range(2)]
-    shape = draw(rng, _NUMBER_SHAPES if isinstance(samples[0][0], int) else _WORD_SHAPES)
-    name, source = shape(plural, singular, test, adjective, suffix)
+    name, source = draw(rng, shapes)(rng, f"{singular}s", singular, *condition)
     namespace: dict[str, Callable] = {}
     exec(source, namespace)
     checks = [f"    assert {name}({sample!r}) == {namespace[name](sample)!r}".replace("'", '"') for sample in samples]
@@ -49,97 +36,115 @@ def function(rng: random.Random) -> str:
 
 
 def _number_condition(rng: random.Random, item: str) -> tuple[str, str, str]:
-    limit, divisor = rng.choice((5, 10, 15, 20)), rng.randint(3, 9)
-    return draw(
-        rng,
+    """(test, name of what passes it, the same in words)"""
+    low, high = rng.randint(2, 29), rng.randint(30, 59)
+    divisor, rest = rng.randint(3, 9), rng.randint(0, 2)
+    return rng.choice(
         (
-            (f"{item} % 2 == 0", "even", "that are even"),
-            (f"{item} > {limit}", f"large_{limit}", f"greater than {limit}"),
-            (f"{item} % 2 == 1", "odd", "that are odd"),
-            (f"{item} < {limit}", f"small_{limit}", f"less than {limit}"),
-            (f"{item} % {divisor} == 0", f"multiple_{divisor}", f"that are multiples of {divisor}"),
+            (f"{item} > {low}", f"above_{low}", f"greater than {low}"),
+            (f"{item} < {high}", f"below_{high}", f"less than {high}"),
+            (f"{low} < {item} < {high}", f"from_{low}_to_{high}", f"between {low} and {high}"),
+            (
+                f"{item} % {divisor} == {rest} and {item} > {low}",
+                f"rest_{rest}_by_{divisor}_above_{low}",
+                f"greater than {low} with rest {rest} by {divisor}",
+            ),
+            (f"{item} % 2 == 0 and {item} > {low}", f"even_above_{low}", f"that are even and greater than {low}"),
+            (f"{item} % 2 == 1 and {item} < {high}", f"odd_below_{high}", f"that are odd and less than {high}"),
+            (f"{item} != {low} and {item} < {high}", f"not_{low}", f"less than {high}, but not {low}"),
         ),
     )
 
 
-def _word_condition(rng: random.Random, item: str) -> tuple[str, str, str]:
-    size, letter = rng.randint(3, 6), rng.choice("abcdeghklmnoprst")
-    return draw(
-        rng,
+def _string_condition(rng: random.Random, item: str) -> tuple[str, str, str]:
+    """(test, name of what passes it, the same in words)"""
+    size, (letter, other) = rng.randint(3, 6), rng.sample("abcdeghklmnoprst", 2)
+    return rng.choice(
         (
-            (f"len({item}) > {size}", f"longer_{size}", f"longer than {size} letters"),
-            (f'{item}.startswith("{letter}")', f"starting_{letter}", f"that start with {letter}"),
-            (f'"{letter}" in {item}', f"having_{letter}", f"that contain {letter}"),
-            (f"len({item}) == {size}", f"of_{size}", f"of {size} letters"),
+            (
+                f'"{letter}" in {item} and "{other}" in {item}',
+                f"having_{letter}_and_{other}",
+                f"that contain {letter} and {other}",
+            ),
+            (
+                f'"{letter}" in {item} and len({item}) > {size}',
+                f"having_{letter}_longer_{size}",
+                f"that contain {letter} and are longer than {size} letters",
+            ),
+            (
+                f'{item}.startswith("{letter}") or {item}.endswith("{other}")',
+                f"starting_{letter}_or_ending_{other}",
+                f"that start with {letter} or end with {other}",
+            ),
         ),
     )
 
 
-def _count(plural, singular, test, adjective, suffix):
-    name = f"count_{adjective}_{plural}"
+def _count(rng, plural, singular, test, adjective, suffix):
+    name, count = f"count_{adjective}_{plural}", draw(rng, ("count", "found", "hits"))
     return name, (
         f"def {name}({plural}):\n"
         f'    """Return how many {plural} there are {suffix}."""\n'
-        f"    count = 0\n"
+        f"    {count} = 0\n"
         f"    for {singular} in {plural}:\n"
         f"        if {test}:\n"
-        f"            count += 1\n"
-        f"    return count\n"
+        f"            {count} += 1\n"
+        f"    return {count}\n"
     )
 
 
-def _select(plural, singular, test, adjective, suffix):
-    name = f"select_{adjective}_{plural}"
+def _select(rng, plural, singular, test, adjective, suffix):
+    name, result = f"select_{adjective}_{plural}", draw(rng, ("result", "selected", "kept"))
     return name, (
         f"def {name}({plural}):\n"
         f'    """Return a list of the {plural} {suffix}."""\n'
-        f"    result = []\n"
+        f"    {result} = []\n"
         f"    for {singular} in {plural}:\n"
         f"        if {test}:\n"
-        f"            result.append({singular})\n"
-        f"    return result\n"
+        f"            {result}.append({singular})\n"
+        f"    return {result}\n"
     )
 
 
-def _total(plural, singular, test, adjective, suffix):
-    name = f"total_{adjective}_{plural}"
+def _total(rng, plural, singular, test, adjective, suffix):
+    name, total = f"total_{adjective}_{plural}", draw(rng, ("total", "result", "amount_so_far"))
     return name, (
         f"def {name}({plural}):\n"
         f'    """Return the sum of the {plural} {suffix}."""\n'
-        f"    total = 0\n"
+        f"    {total} = 0\n"
         f"    for {singular} in {plural}:\n"
         f"        if {test}:\n"
-        f"            total += {singular}\n"
-        f"    return total\n"
+        f"            {total} += {singular}\n"
+        f"    return {total}\n"
     )
 
 
-def _first(plural, singular, test, adjective, suffix):
-    name = f"first_{adjective}_{singular}"
+def _first(rng, plural, singular, test, adjective, suffix):
+    name, otherwise = f"first_{adjective}_{singular}", draw(rng, ("None", "-1", "False"))
     return name, (
         f"def {name}({plural}):\n"
-        f'    """Return the first of the {plural} {suffix}, or None."""\n'
+        f'    """Return the first of the {plural} {suffix}, or {otherwise}."""\n'
         f"    for {singular} in {plural}:\n"
         f"        if {test}:\n"
         f"            return {singular}\n"
-        f"    return None\n"
+        f"    return {otherwise}\n"
     )
 
 
-def _largest(plural, singular, test, adjective, suffix):
-    name = f"largest_{adjective}_{singular}"
+def _largest(rng, plural, singular, test, adjective, suffix):
+    name, best = f"largest_{adjective}_{singular}", draw(rng, ("best", "largest", "result"))
     return name, (
         f"def {name}({plural}):\n"
         f'    """Return the largest of the {plural} {suffix}, or None."""\n'
-        f"    best = None\n"
+        f"    {best} = None\n"
         f"    for {singular} in {plural}:\n"
-        f"        if {test} and (best is None or {singular} > best):\n"
-        f"            best = {singular}\n"
-        f"    return best\n"
+        f"        if ({test}) and ({best} is None or {singular} > {best}):\n"
+        f"            {best} = {singular}\n"
+        f"    return {best}\n"
     )
 
 
-def _every(plural, singular, test, adjective, suffix):
+def _every(rng, plural, singular, test, adjective, suffix):
     name = f"all_{adjective}_{plural}"
     return name, (
         f"def {name}({plural}):\n"
@@ -151,18 +156,18 @@ def _every(plural, singular, test, adjective, suffix):
     )
 
 
-def _positions(plural, singular, test, adjective, suffix):
-    name = f"find_{adjective}_{plural}"
+def _positions(rng, plural, singular, test, adjective, suffix):
+    name, positions = f"find_{adjective}_{plural}", draw(rng, ("positions", "places", "result"))
     return name, (
         f"def {name}({plural}):\n"
         f'    """Return the positions of the {plural} {suffix}."""\n'
-        f"    positions = []\n"
+        f"    {positions} = []\n"
         f"    for index, {singular} in enumerate({plural}):\n"
         f"        if {test}:\n"
-        f"            positions.append(index)\n"
-        f"    return positions\n"
+        f"            {positions}.append(index)\n"
+        f"    return {positions}\n"
     )
 
 
 _NUMBER_SHAPES = (_count, _total, _select, _first, _largest, _positions, _every)
-_WORD_SHAPES = (_select, _count, _first, _positions, _every)
+_STRING_SHAPES = (_select, _count, _first, _positions, _every)

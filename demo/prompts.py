@@ -11,9 +11,7 @@ from ddtree.demo.generator import FIRST_HELD_OUT_SEED, generate
 __all__ = ["DEFAULT_PROMPT", "KINDS", "held_out_prompts"]
 
 # What `ddtree generate` continues when it is given no prompt.
-DEFAULT_PROMPT = (
-    "Clara and the silver whistle\n\nOnce there was a clockmaker named Clara, who lived near the old castle."
-)
+DEFAULT_PROMPT = "Mia and the golden kite\n\nNear the lake there lived a baker named Mia."
 
 PROMPT_TOKENS = 48
 _PIECE = 1_000  # characters that surely hold PROMPT_TOKENS tokens

@@ -59,20 +59,23 @@ class Recipe:
     drafter: DrafterShape = field(default_factory=DrafterShape)
 
     documents: int = 15_000  # generated documents of each of the three kinds
-    target_phases: tuple[Phase, ...] = (Phase(1250, 16, 256), Phase(150, 4, 1024))
-    target_rate: float = 4e-3
+    target_cycles: tuple[tuple[Phase, ...], ...] = (
+        (Phase(920, 16, 256), Phase(100, 4, 1024)),
+        (Phase(360, 16, 256), Phase(40, 4, 1024)),
+    )
+    target_rate: float = 4e-3  # at the peak; each cycle rises to it and falls to zero again (arXiv 1608.03983)
 
-    own_text: tuple[Rows, Rows] = (Rows(30, 128, 256), Rows(2, 64, 1024))
+    own_text: tuple[Rows, Rows] = (Rows(14, 128, 256), Rows(2, 64, 1024))
     prompt_tokens: int = 48
     continuation_tokens: int = 144
     temperature: float = 0.8  # of every other row; the rest is greedy
 
-    drafter_steps: int = 3600  # every eighth takes the long rows of own_text, the others the short ones
+    drafter_steps: int = 1800  # every eighth takes the long rows of own_text, the others the short ones
     drafter_anchors: int = 384  # blocks of one step
     drafter_rate: float = 5e-3
     loss_decay: float = 7.0  # depth k weighs exp(-(k - 1) / loss_decay)
 
     warmup_steps: int = 50
-    decay_fraction: float = 0.7  # the rate falls to zero over this last part of the steps
+    decay_fraction: float = 0.7  # the rate falls to zero over this last part of the steps (of a cycle)
     compile: bool = True
     bfloat16: bool = True  # matrix products of the training steps; weights and sums stay float32

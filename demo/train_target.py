@@ -19,7 +19,9 @@ def train_target(recipe: Recipe, tokenizer: Tokenizer, checkpoint: Path, report:
     library = token_stream(tokenizer, stdlib_texts(held_out=False))
     generated = token_stream(tokenizer, generated_texts(recipe.documents, held_out=False))
     rng = np.random.default_rng(recipe.seed)
-    batches = [batch for phase in recipe.target_phases for batch in _batches(library, generated, phase, rng)]
+    batches = [
+        batch for cycle in recipe.target_cycles for phase in cycle for batch in _batches(library, generated, phase, rng)
+    ]
     torch.manual_seed(recipe.seed)
     target = Target(recipe.target)
 
@@ -33,7 +35,7 @@ def train_target(recipe: Recipe, tokenizer: Tokenizer, checkpoint: Path, report:
     train(
         target,
         lambda step: compiled(torch.from_numpy(batches[step]())),
-        steps=len(batches),
+        cycles=[sum(phase.steps for phase in cycle) for cycle in recipe.target_cycles],
         rate=recipe.target_rate,
         recipe=recipe,
         checkpoint=checkpoint,

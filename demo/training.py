@@ -6,7 +6,7 @@ step number are all that a checkpoint needs to go on exactly as if nothing had h
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ def train(
     model: nn.Module,
     loss_of_step: Callable[[int], Tensor],
     *,
-    steps: int,
+    cycles: Sequence[int],
     rate: float,
     recipe: Recipe,
     checkpoint: Path,
@@ -33,8 +33,10 @@ def train(
 ) -> None:
     """Run the steps that `checkpoint` does not have yet. `loss_of_step(step)` is the loss on that step's batch.
 
-    Layer matrices are trained by Muon, the embedding and the norms by AdamW.
+    Layer matrices are trained by Muon, the embedding and the norms by AdamW. The learning rate rises to `rate` and
+    falls to zero once in each of `cycles`, which are numbers of steps.
     """
+    factors = [factor for steps in cycles for factor in _schedule(steps, recipe)]
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     product_dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
@@ -45,10 +47,10 @@ def train(
     first = _resume(checkpoint, model, optimisers)
     saved = time.monotonic()
     running = None
-    for step in range(first, steps):
+    for step in range(first, len(factors)):
         for optimiser in optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = rate * _schedule(step, steps, recipe)
+                group["lr"] = rate * factors[step]
         loss = loss_of_step(step)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -56,18 +58,17 @@ def train(
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         running = loss.item() if running is None else 0.95 * running + 0.05 * loss.item()
-        report(step + 1, steps, f"loss {running:.3f}")
+        report(step + 1, len(factors), f"loss {running:.3f}")
         if time.monotonic() - saved > CHECKPOINT_SECONDS:
             _save(checkpoint, model, optimisers, step + 1)
             saved = time.monotonic()
-    _save(checkpoint, model, optimisers, steps)
+    _save(checkpoint, model, optimisers, len(factors))
 
 
-def _schedule(step: int, steps: int, recipe: Recipe) -> float:
-    """Fraction of the peak rate: a linear rise, a plateau, a linear fall to zero."""
-    rise = (step + 1) / recipe.warmup_steps
-    fall = (steps - step) / (recipe.decay_fraction * steps)
-    return min(1.0, rise, fall)
+def _schedule(steps: int, recipe: Recipe) -> list[float]:
+    """Fraction of the peak rate at each step: a linear rise, a plateau, a linear fall to zero."""
+    rise, fall = recipe.warmup_steps, recipe.decay_fraction * steps
+    return [min(1.0, (step + 1) / rise, (steps - step) / fall) for step in range(steps)]
 
 
 def _save(path: Path, model: nn.Module, optimisers: list, step: int) -> None:

@@ -7,29 +7,30 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
+    """The words of `text`, each once."""
     return tuple(text.split())
 
 
-GIRLS = _words(
+GIRLS = words(
     "Mia Anna Clara Nora Ida Lena Rosa Emma Tilda Alma Vera Greta Ines Maya Olga Petra Ruth Selma Una Wanda Zoe Carla "
     "Dora Elsa Fanny Hilda Iris Jana Kira Lucia"
 )
-BOYS = _words(
+BOYS = words(
     "Tom Paul Ben Oscar Max Felix Hugo Leo Nils Karl Anton Bruno David Emil Finn Georg Henry Ivan Jakob Konrad Lukas "
     "Martin Noah Otto Peter Robin Simon Theo Victor Walter"
 )
 
-THINGS = _words(
+THINGS = words(
     "apples pears plums cherries lemons nuts eggs shells stones marbles stamps coins cards books pencils buttons beads "
     "candles cups plates spoons roses tulips seeds leaves feathers ribbons stickers balloons cookies muffins carrots "
     "onions potatoes pumpkins tickets keys bottles jars bricks nails screws batteries magnets kites"
 )
 
-BOXES = _words("boxes bags baskets jars drawers crates bowls chests sacks trays")
-SHOPS = _words("market bakery library harbour station school garden mill farm workshop museum kitchen")
+BOXES = words("boxes bags baskets jars drawers crates bowls chests sacks trays")
+SHOPS = words("market bakery library harbour station school garden mill farm workshop museum kitchen")
 
-COLOURS = _words("red blue green yellow silver golden white brown purple orange")
+COLOURS = words("red blue green yellow silver golden white brown purple orange")
 
 # What a person does for a living decides the tool in hand and the place of work: structure that a model can learn.
 JOBS = {
@@ -65,7 +66,7 @@ ANIMALS = {
     "rabbit": ("thumped", "a cabbage leaf"),
 }
 
-OBJECTS = _words("kite lantern key hat bell basket scarf whistle map ring drum flute mirror boat ball umbrella")
+OBJECTS = words("kite lantern key hat bell basket scarf whistle map ring drum flute mirror boat ball umbrella")
 
 # A place, the way to it, and the spot there where a lost thing turns up.
 PLACES = {
