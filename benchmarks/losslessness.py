@@ -1,8 +1,9 @@
 """How often a text written with draft trees differs from plain decoding, and by how little it then did.
 
-The draw at a position is the same function of its logits in both. The logits are not quite: a pass of N rows adds up
-its products in another order than a pass of one row, so float32 rounding differs in the last bits. Where the two best
-keys (logit / temperature + noise) lie nearer than that rounding, the other token may win. This script counts such
+The draw at a position is the same function of its logits in both. The logits are not quite: in a tree pass the keys and
+values of a node's ancestors lie at other cache slots than in plain decoding, and attention sums in slot order, so
+float32 rounding differs in the last bits. Where the two best keys (logit / temperature + noise) lie nearer than that
+rounding, the other token may win. This script counts such
 texts on the demo pair, and prints the gap between the two best keys at each first difference.
 """
 
@@ -15,6 +16,7 @@ from rich.progress import track
 from ddtree.demo.prompts import KINDS, held_out_prompts
 from ddtree.plugins.philox import gumbel, token_uniforms
 from ddtree.runtime import LLM, SamplingParams
+from ddtree.runtime.masks import causal_mask
 
 
 @click.command(context_settings={"show_default": True})
@@ -60,14 +62,14 @@ def key_gap(llm: LLM, token_ids: list[int], temperature: float, seed: int) -> fl
     llm.engine.reset(1)
     llm.engine.reserve_target(rows)
     positions = torch.arange(rows)[None]
-    mask = torch.full((rows, llm.engine.target_cache_length), torch.finfo(torch.float32).min).triu(1)[None, None]
+    mask = causal_mask(0, rows, llm.engine.target_cache_length, torch.float32, None)
     logits, _ = llm.engine.target(
-        0, torch.tensor([token_ids]), positions, mask, torch.tensor([0]), torch.tensor([[rows - 1]])
+        0, torch.tensor([token_ids]), positions, [mask], torch.tensor([0]), torch.tensor([[rows - 1]])
     )
     keys = logits[0, 0].double().numpy()
     if temperature > 0:
         groups = np.arange(-(-len(keys) // 4))
-        noise = gumbel(token_uniforms(np.full_like(groups, seed), np.full_like(groups, rows), groups)).reshape(-1)
+        noise = gumbel(token_uniforms(seed, np.array([rows]), groups)).reshape(-1)
         keys = keys / temperature + noise[: len(keys)]
     second, best = np.sort(keys)[-2:]
     return float(best - second)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from .weights import Progress, Weights
 
 TARGET_GRAPH, DRAFT_GRAPH, DRAFT_TO_TARGET = "target.onnx", "draft.onnx", "draft_to_target.npy"
+TOKENIZER = "tokenizer.json"
 _TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
@@ -85,8 +86,13 @@ def build_engine(
             draft_checkpoint = Checkpoint.open(Path(draft), "draft")
             drafter = _Drafter(DraftConfig.read(draft_checkpoint, config), Weights("draft", draft_checkpoint, dtype))
         limits = Limits(max_batch_size, _sequence_length(max_seq_len, config, drafter), max_tree_nodes)
-        with _staged(output) as directory:
-            notes = _write_graphs(directory, config, weights, drafter, limits.max_seq_len, progress or _silent)
+        if not (checkpoint.directory / TOKENIZER).is_file():
+            raise BuildError(
+                f"target checkpoint {checkpoint.directory} has no {TOKENIZER} "
+                "(write one: load it with transformers' AutoTokenizer and save_pretrained it)"
+            )
+        with _staged(output, force) as directory:
+            notes = _write_graphs(directory, config, weights, drafter, limits, progress or _silent)
             for name in _TOKENIZER_FILES:
                 if (checkpoint.directory / name).is_file():
                     shutil.copyfile(checkpoint.directory / name, directory / name)
@@ -122,7 +128,7 @@ def _write_graphs(
     config: "TargetConfig",
     weights: "Weights",
     drafter: _Drafter | None,
-    max_seq_len: int,
+    limits: Limits,
     progress: "Progress",
 ) -> list[str]:
     """Write weights and graphs; returns notes for the user."""
@@ -131,8 +137,10 @@ def _write_graphs(
     from .draft import draft_to_target, place_draft
     from .target import place_target
 
-    # The drafter's block reaches past the last token: its rows' positions must be in the rotary tables too.
-    positions = max_seq_len + (drafter.config.block_size + 1 if drafter else 1)
+    # The drafter's block reaches past the last token: its rows' positions must be in the rotary tables too. And ONNX
+    # Runtime's RotaryEmbedding refuses a pass of more rows than its tables have, whatever their positions.
+    block = drafter.config.block_size if drafter else 0
+    positions = max(limits.max_seq_len + block + 1, limits.max_tree_nodes + 1)
     graphs = {
         TARGET_GRAPH: place_target(config, weights, drafter.config.target_layer_ids if drafter else (), positions)
     }
@@ -210,7 +218,7 @@ def _check_output(output: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _staged(output: Path) -> Iterator[Path]:
+def _staged(output: Path, force: bool) -> Iterator[Path]:
     """A directory beside ``output`` that takes its place when the block ends, and is gone if the block fails."""
     made = [parent for parent in output.parents if not parent.exists()]  # innermost first
     staging = None
@@ -219,7 +227,7 @@ def _staged(output: Path) -> Iterator[Path]:
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         staging.chmod(0o777 & ~_umask())
         yield staging
-        _take_place(staging, output)
+        _take_place(staging, output, force)
     except BaseException:  # Ctrl-C too
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
@@ -229,7 +237,8 @@ def _staged(output: Path) -> Iterator[Path]:
         raise
 
 
-def _take_place(staging: Path, output: Path) -> None:
+def _take_place(staging: Path, output: Path, force: bool) -> None:
+    _check_output(output, force)  # again: another process may have written there meanwhile
     if not is_engine(output):
         staging.rename(output)  # POSIX: onto nothing, or onto an empty directory
         return

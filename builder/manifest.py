@@ -146,7 +146,7 @@ class Manifest:
 
 
 def is_engine(directory: Path | str) -> bool:
-    """Whether ``directory`` holds an engine's manifest, whole or damaged."""
+    """Whether ``directory`` holds an engine's manifest that is JSON, of whatever version and content."""
     return _read(Path(directory)) is not None
 
 

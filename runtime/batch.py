@@ -5,6 +5,8 @@ import torch
 from ddtree.plugins.tree import SamplingTensors, Verified
 from ddtree.runtime.request import Request
 
+_INT32_MAX = 2**31 - 1  # no vocabulary is larger, so a larger top_k filters nothing either
+
 
 class Batch:
     """State of up to ``max_batch_size`` sequences between two rounds. Slot i of the engine's caches is row i here.
@@ -65,7 +67,7 @@ class Batch:
         self._past[slot] = 0
         self._feature_counts[slot] = 0
         self._temperature[slot] = params.temperature
-        self._top_k[slot] = params.top_k
+        self._top_k[slot] = min(params.top_k, _INT32_MAX)
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seed[slot] = request.seed - (1 << 64) if request.seed >> 63 else request.seed  # uint64 bits in an int64
@@ -83,9 +85,18 @@ class Batch:
         """Drop the request in ``slot``, move the last one there, and return the slot it came from."""
         last = len(self) - 1
         self._sampling = None
-        for rows in vars(self).values():
-            if isinstance(rows, torch.Tensor):
-                rows[slot] = rows[last]
+        for rows in (
+            self._root_token_ids,
+            self._past,
+            self._features,
+            self._feature_counts,
+            self._temperature,
+            self._top_k,
+            self._top_p,
+            self._min_p,
+            self._seed,
+        ):
+            rows[slot] = rows[last]
         self.requests[slot] = self.requests[last]
         self.requests.pop()
         return last

@@ -1,6 +1,7 @@
 """The `ddtree` command. Text goes to standard output, everything else to standard error; a refusal is one line and
 exit code 2."""
 
+import io
 import os
 import statistics
 import sys
@@ -9,17 +10,19 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from ddtree.runtime import LLM, RequestOutput, SamplingParams
 
 messages = Console(stderr=True, highlight=False)
 
+_BUILD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
 COMPARE_RUNS = 3  # of each method, taken in turns; the medians are compared
 
-_DIRECTORY = click.Path(path_type=Path)
-_target = click.option("--target", type=_DIRECTORY, help="Target checkpoint directory (Hugging Face layout).")
-_draft = click.option("--draft", type=_DIRECTORY, help="DFlash drafter checkpoint directory of that target.")
+_PATH = click.Path(path_type=Path)
+_target = click.option("--target", type=_PATH, help="Target checkpoint directory (Hugging Face layout).")
+_draft = click.option("--draft", type=_PATH, help="DFlash drafter checkpoint directory of that target.")
 
 
 @click.group(context_settings={"show_default": True, "max_content_width": 100})
@@ -30,8 +33,8 @@ def app() -> None:
 
 @app.command()
 @click.argument("prompt", required=False)
-@click.option("--file", type=_DIRECTORY, help="Read the prompt from this file; - is standard input.")
-@click.option("--engine", type=_DIRECTORY, help="Engine directory. No engine and no target: the demo pair.")
+@click.option("--file", type=_PATH, help="Read the prompt from this file; - is standard input.")
+@click.option("--engine", type=_PATH, help="Engine directory. No engine and no target: the demo pair.")
 @_target
 @_draft
 @click.option("--method", type=str, help="ddtree (a draft tree), chain (the drafter's chain) or ar (plain decoding).")
@@ -70,12 +73,14 @@ def generate(
         raise click.UsageError("--engine has its models inside (leave --target and --draft out)")
     if draft is not None and target is None:
         raise click.UsageError("--draft without --target (give the target's checkpoint too)")
-    from ddtree.demo.prompts import DEFAULT_PROMPT
+    from ddtree.builder import Manifest
     from ddtree.runtime import LLM, SamplingParams
     from ddtree.runtime.tree_view import draw_tree
 
     given = _read_prompt(prompt, file, required=engine is not None or target is not None)
-    text = DEFAULT_PROMPT if given is None else given
+    text = _sample_prompt() if given is None else given
+    if engine is not None:
+        Manifest.load(engine)  # LLM would take a checkpoint, too
     llm = LLM(engine or target, speculative_model=draft, method=method, budget=budget, threads=threads)  # type: ignore[arg-type]
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
@@ -90,7 +95,7 @@ def generate(
     llm.on_round = None
     if output.error is not None:
         raise click.ClickException(output.error)
-    messages.print(_comparison(llm, text, params, output) if compare else _summary(llm, output), style="dim")
+    _say(_comparison(llm, text, params, output) if compare else _summary(llm, output))
 
 
 def _stream(llm: "LLM", text: str, params: "SamplingParams") -> "RequestOutput":
@@ -111,8 +116,18 @@ def _write(text: str) -> None:
         sys.exit(0)
 
 
+def _say(line: str) -> None:
+    messages.print(line, style="dim", soft_wrap=True, markup=False)
+
+
+def _sample_prompt() -> str:
+    from ddtree.demo.prompts import DEFAULT_PROMPT
+
+    return DEFAULT_PROMPT
+
+
 def _read_prompt(prompt: str | None, file: Path | None, *, required: bool) -> str | None:
-    """The prompt from where it was given; None if nothing was given and that is no error."""
+    """The prompt from where it was given, less the newline at a file's end; None if there is none and need be none."""
     if prompt is not None and file is not None:
         raise click.UsageError("a prompt and --file were given (give one)")
     if prompt is not None:
@@ -120,13 +135,14 @@ def _read_prompt(prompt: str | None, file: Path | None, *, required: bool) -> st
     if file is not None and str(file) != "-":
         source, data = str(file), file.read_bytes()
     else:
-        source, data = "standard input", b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+        closed = sys.stdin is None or sys.stdin.isatty()
+        source, data = "standard input", b"" if closed else sys.stdin.buffer.read()
     if not data:
         if file is None and not required:
             return None
         raise click.UsageError(f"{source} holds no prompt (give one as argument, with --file, or on standard input)")
     try:
-        return data.decode()
+        return data.decode().removesuffix("\n")  # the one that shells and editors put there
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{source} is not UTF-8 text at byte {error.start} (convert it first)") from None
 
@@ -166,7 +182,7 @@ def _comparison(llm: "LLM", text: str, params: "SamplingParams", output: "Reques
 
 
 @app.command()
-@click.option("--output", type=_DIRECTORY, required=True, help="Where to write the engine directory.")
+@click.option("--output", type=_PATH, required=True, help="Where to write the engine directory.")
 @_target
 @_draft
 @click.option("--engine", default="onnxruntime", help="onnxruntime.")
@@ -194,7 +210,12 @@ def build(
 
     if target is None:
         target, draft = demo_pair()
-    with messages.status(f"building {output}"):
+    with Progress(*_BUILD_COLUMNS, console=messages, transient=True, disable=not messages.is_terminal) as bar:
+        task = bar.add_task(f"building {output}", total=None)
+
+        def progress(doing: str, done: int, total: int) -> None:
+            bar.update(task, description=doing, completed=done, total=total)
+
         build_engine(
             target,
             draft,
@@ -205,12 +226,13 @@ def build(
             max_seq_len=max_seq_len,
             max_tree_nodes=budget,
             force=force,
+            progress=progress,
         )
-    messages.print(f"wrote {output}")
+    _say(f"wrote {output}")
 
 
 @app.command()
-@click.argument("engine", type=_DIRECTORY, required=False)
+@click.argument("engine", type=_PATH, required=False)
 def inspect(engine: Path | None) -> None:
     """Show what an engine directory holds. No ENGINE: the demo pair's."""
     from ddtree.builder import Manifest
@@ -218,7 +240,7 @@ def inspect(engine: Path | None) -> None:
     from ddtree.runtime.manifest_view import manifest_table
 
     directory = engine or cached_engine(*demo_pair())
-    Console(highlight=False).print(manifest_table(directory, Manifest.load(directory)))
+    Console(highlight=False, markup=False).print(manifest_table(directory, Manifest.verify(directory)))
 
 
 def main() -> None:
@@ -226,6 +248,10 @@ def main() -> None:
     from ddtree.builder import BuildError
     from ddtree.runtime.errors import EngineError, RequestError
 
+    if sys.stdout is None:
+        _refuse("standard output is closed (text has nowhere to go)")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale: a model writes any character
     try:
         app(standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -32,7 +32,8 @@ class Engine(Protocol):
         """The same for the drafter's caches."""
 
     def release(self, slot: int, last: int, *, zero: bool) -> None:
-        """Free ``slot`` and move slot ``last`` into it. ``zero`` wipes the freed rows: a mask does not stop NaN."""
+        """Free ``slot`` by moving slot ``last`` into it. ``zero`` wipes slot ``last`` then, and with it what was in
+        ``slot`` is gone: a mask does not stop NaN."""
 
     def target_caches(self, slots: int) -> KVCaches:
         """The target's caches of slots [0, slots), as views."""
@@ -68,7 +69,7 @@ class Engine(Protocol):
 
 
 def open_engine(directory: Path, threads: int | None = None) -> Engine:
-    """Open an engine directory with the library that its manifest names."""
+    """Open an engine directory."""
     from ddtree.runtime.onnxruntime_engine import OnnxRuntimeEngine
 
     return OnnxRuntimeEngine(directory, threads)

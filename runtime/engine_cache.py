@@ -2,10 +2,15 @@
 
 import hashlib
 import os
+import shutil
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
 from ddtree.builder import FORMAT_VERSION, BuildError, Manifest, build_engine
+
+# A CPU gains nothing from larger trees, and the limit costs nothing but rows of a table.
+MAX_TREE_NODES = 1023
 
 
 def demo_pair() -> tuple[Path, Path]:
@@ -22,11 +27,17 @@ def cached_engine(target: Path, draft: Path | None) -> Path:
     directory = _cache_root() / _key(target, draft)
     if _opens(directory):
         return directory
+    shutil.rmtree(directory, ignore_errors=True)  # damaged
     try:
-        build_engine(target, draft, directory, max_tree_nodes=1023, force=directory.exists())
-    except BuildError:
-        if not _opens(directory):  # it does if another process has built it meanwhile
-            raise
+        build_engine(target, draft, directory, max_tree_nodes=MAX_TREE_NODES)
+    except BuildError as error:
+        if _opens(directory):  # another process has built it meanwhile
+            return directory
+        if isinstance(error.__cause__, OSError):
+            raise BuildError(
+                f"{error}; engines are kept in {directory.parent}, DDTREE_CACHE names another place"
+            ) from None
+        raise
     return directory
 
 
@@ -45,9 +56,11 @@ def _cache_root() -> Path:
 
 
 def _key(target: Path, draft: Path | None) -> str:
-    """A name for these files as they are now: any change of size or time makes another engine."""
-    digest = hashlib.sha256(str(FORMAT_VERSION).encode())
-    for directory in (target, draft):
+    """A name for these files as they are now: any change of size or time makes another engine, and so does another
+    version of the package."""
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {version('ddtree-trtllm')}".encode())
+    for role, directory in (("target", target), ("draft", draft)):
+        digest.update(f"{role}\n".encode())
         for file in sorted(directory.iterdir()) if directory and directory.is_dir() else []:
             stat = file.stat()
             digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())

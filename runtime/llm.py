@@ -1,21 +1,25 @@
 """The Python API: text out of an engine directory or a pair of checkpoints."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 from tokenizers import Tokenizer
 
 from ddtree.builder import is_engine
+from ddtree.builder.build import TOKENIZER
 from ddtree.plugins.tree import DraftTree, Verified
 from ddtree.runtime.batch import Batch
 from ddtree.runtime.detokenizer import Detokenizer
 from ddtree.runtime.engine import open_engine
 from ddtree.runtime.engine_cache import cached_engine, demo_pair
-from ddtree.runtime.errors import RequestError
+from ddtree.runtime.errors import EngineError, RequestError
 from ddtree.runtime.request import CompletionOutput, Request, RequestOutput
 from ddtree.runtime.round import METHODS, Method, decode_round, prefill
 from ddtree.runtime.sampling_params import SamplingParams
@@ -42,6 +46,12 @@ class LLM:
         budget: the most draft nodes of a tree, root excluded.
         threads: threads of a pass; None leaves it to the engine.
 
+    An LLM serves one call at a time: a second one, from another thread or while a stream is open, is refused.
+
+    Attributes:
+        method, budget: may be set between calls.
+        on_round: called after each round with its DraftTree and Verified.
+
     Raises:
         BuildError, EngineError: the checkpoint or engine cannot be used.
         RequestError: method or budget do not fit the engine.
@@ -59,12 +69,13 @@ class LLM:
         directory = _engine_directory(model, speculative_model)
         self.engine = open_engine(directory, threads)
         self.manifest = self.engine.manifest
-        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.method = method or ("ddtree" if self.manifest.draft else "ar")
-        self.budget = DEFAULT_BUDGET if budget is None else budget
+        self.tokenizer = _tokenizer(directory / TOKENIZER)
+        self.method: Method = method or ("ddtree" if self.manifest.draft else "ar")
+        self.budget = min(DEFAULT_BUDGET, self.manifest.limits.max_tree_nodes) if budget is None else budget
         self._check_method()
         self.on_round: Callable[[DraftTree, Verified], None] | None = None
         self._next_request_id = 0
+        self._serving = threading.Lock()
 
     @overload
     def generate(self, prompts: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput: ...
@@ -90,21 +101,26 @@ class LLM:
         Raises:
             RequestError: a prompt or a setting is refused; nothing has run then.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        if alone:
-            prompts = [prompts]
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts (give one, or one for each)")
-        requests = [self._request(prompt, p or SamplingParams()) for prompt, p in zip(prompts, params, strict=True)]
+        prompts, alone = _prompts(prompts)
+        given = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params] * len(prompts)
+        if len(given) != len(prompts):
+            raise RequestError(f"{len(given)} sampling_params for {len(prompts)} prompts (give one, or one for each)")
+        requests = [self._request(prompt, params) for prompt, params in zip(prompts, given, strict=True)]
         for _ in self._serve(requests):
             pass
         outputs = [self._output(request, self._text(request)) for request in requests]
         return outputs[0] if alone else outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt and yield what there is after each round; the last output is the finished one."""
-        request = self._request(prompt, sampling_params or SamplingParams())
+        """Complete one prompt and yield what there is after each round; the last output is the finished one.
+
+        Raises:
+            RequestError: the prompt or a setting is refused.
+        """
+        (prompt,), _ = _prompts([prompt])
+        return self._stream(self._request(prompt, sampling_params))
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
         detokenizer = Detokenizer(self.tokenizer)
         for _ in self._serve([request]):
             detokenizer.extend(request.output_ids[len(detokenizer.token_ids) :])
@@ -112,18 +128,11 @@ class LLM:
                 detokenizer.finish()
             yield self._output(request, detokenizer.text)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         limits, target = self.manifest.limits, self.manifest.target
+        params = replace(params or SamplingParams())  # the caller may change theirs while this one runs
         params.check(target.vocab_size)
-        if isinstance(prompt, str):
-            try:
-                ids = self.tokenizer.encode(prompt).ids
-            except UnicodeEncodeError as error:
-                raise RequestError(
-                    f"the prompt is not valid Unicode at character {error.start} (use UTF-8 text)"
-                ) from None
-        else:
-            ids = [int(token) for token in prompt]
+        ids = self._encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
             raise RequestError("the prompt is empty (give at least one token)")
         for token in ids:
@@ -134,44 +143,63 @@ class LLM:
                 f"prompt of {len(ids)} tokens and max_tokens {params.max_tokens} exceed the engine's max_seq_len "
                 f"{limits.max_seq_len} ({_length_remedy(len(ids), limits.max_seq_len)})"
             )
-        ends = [params.end_id] if params.end_id is not None else target.eos_token_ids
-        stop_ids = frozenset(params.stop_token_ids or []) | (frozenset() if params.ignore_eos else frozenset(ends))
+        end_ids = [params.end_id] if params.end_id is not None else target.eos_token_ids
         self._next_request_id += 1
-        text = prompt if isinstance(prompt, str) else None
-        return Request(self._next_request_id - 1, text, ids, params, params.resolved_seed(), stop_ids)
+        return Request(
+            self._next_request_id - 1,
+            prompt if isinstance(prompt, str) else None,
+            ids,
+            params,
+            params.resolved_seed(),
+            frozenset() if params.ignore_eos else frozenset(end_ids),
+            frozenset(params.stop_token_ids or []),
+        )
+
+    def _encode(self, prompt: str) -> list[int]:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not Unicode at character {error.start} (use UTF-8 text)") from None
+        return self.tokenizer.encode(prompt).ids
 
     def _serve(self, requests: list[Request]) -> Iterator[None]:
         """Run the requests to their ends, in batches that waiting requests join as others leave."""
-        waiting = deque(requests)
-        slots = min(len(requests), self.manifest.limits.max_batch_size)
-        self.engine.reset(slots)
-        draft = self.manifest.draft
-        rows, width = (
-            (draft.max_depth + 1, len(draft.target_layer_ids) * self.manifest.target.hidden_size) if draft else (0, 0)
-        )
-        batch = Batch(slots, rows, width, self.engine.dtype)
-        while waiting or len(batch):
-            with torch.inference_mode():
-                if waiting and len(batch) < slots:
-                    self._admit(batch, waiting.popleft())
-                else:
-                    self._decode(batch)
-                for slot in reversed(range(len(batch))):
-                    request = batch.requests[slot]
-                    if request.finished:
-                        self.engine.release(slot, batch.remove(slot), zero=request.error is not None)
-            yield
+        self._check_method()
+        method, budget = self.method, self.budget
+        if not self._serving.acquire(blocking=False):
+            raise RequestError("this LLM is serving another call (finish or close that stream, or open a second LLM)")
+        try:
+            waiting = deque(requests)
+            slots = min(len(requests), self.manifest.limits.max_batch_size)
+            self.engine.reset(slots)
+            draft = self.manifest.draft
+            rows = draft.max_depth + 1 if draft else 0
+            width = len(draft.target_layer_ids) * self.manifest.target.hidden_size if draft else 0
+            batch = Batch(slots, rows, width, self.engine.dtype)
+            while waiting or len(batch):
+                with torch.inference_mode():
+                    if waiting and len(batch) < slots:
+                        self._admit(batch, waiting.popleft(), method)
+                    else:
+                        self._decode(batch, method, budget)
+                    for slot in reversed(range(len(batch))):
+                        request = batch.requests[slot]
+                        if request.finished:
+                            self.engine.release(slot, batch.remove(slot), zero=request.error is not None)
+                yield
+        finally:
+            self._serving.release()
 
-    def _admit(self, batch: Batch, request: Request) -> None:
+    def _admit(self, batch: Batch, request: Request, method: Method) -> None:
         start = time.perf_counter()
-        verified = prefill(self.engine, batch, batch.add(request), self.method)
+        verified = prefill(self.engine, batch, batch.add(request), method)
         _emit(request, verified, 0, len(request.prompt_token_ids))
         request.statistics.prefill_seconds = time.perf_counter() - start
 
-    def _decode(self, batch: Batch) -> None:
+    def _decode(self, batch: Batch, method: Method, budget: int) -> None:
         start = time.perf_counter()
         positions = (batch.past + 1).tolist()
-        tree, verified = decode_round(self.engine, batch, self.method, self.budget)
+        tree, verified = decode_round(self.engine, batch, method, budget)
         for slot, request in enumerate(batch.requests):
             request.statistics.rounds += 1
             request.statistics.accepted_tokens += int(verified.accepted_count[slot])
@@ -193,23 +221,66 @@ class LLM:
             request.prompt_token_ids,
             [completion],
             request.finished,
-            request.statistics,
+            replace(request.statistics),
             request.error,
         )
 
     def _check_method(self) -> None:
+        draft, limit = self.manifest.draft, self.manifest.limits.max_tree_nodes
         if self.method not in METHODS:
             raise RequestError(f"method {self.method!r} is not known (use one of {', '.join(METHODS)})")
-        if self.method != "ar" and self.manifest.draft is None:
+        if self.method == "ar":
+            return
+        if draft is None:
+            raise RequestError(f"method {self.method!r} needs a drafter and the engine has none (build it with one)")
+        nodes = self.budget if self.method == "ddtree" else draft.max_depth
+        if isinstance(nodes, bool) or not isinstance(nodes, Integral):
+            raise RequestError(f"budget {nodes!r} is not a whole number (use 0 to {limit})")
+        if nodes < 0:
+            raise RequestError(f"budget {nodes} is negative (use 0 to {limit})")
+        if nodes > limit:
+            what = "budget" if self.method == "ddtree" else "the chain's length"
             raise RequestError(
-                f"method {self.method!r} needs a drafter and the engine has none (build it with one, or use 'ar')"
+                f"{what} {nodes} exceeds the engine's max_tree_nodes {limit} (rebuild with --budget {nodes})"
             )
-        limit = self.manifest.limits.max_tree_nodes
-        if self.budget < 0:
-            raise RequestError(f"budget {self.budget} is negative (use 0 to {limit})")
-        if self.budget > limit:
-            remedy = f"rebuild with --budget {self.budget}"
-            raise RequestError(f"budget {self.budget} exceeds the engine's max_tree_nodes {limit} ({remedy})")
+
+
+def _prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list of texts and lists of token ids, and whether one was given by itself."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    def is_token_ids(value: Any) -> bool:
+        return isinstance(value, list | tuple) and all(
+            isinstance(token, Integral) and not isinstance(token, bool) for token in value
+        )
+
+    prompts = plain(prompts)
+    alone = isinstance(prompts, str) or (is_token_ids(prompts) and len(prompts) > 0)
+    if alone:
+        prompts = [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__} (give a text, a list of token ids, or a list of them)"
+        )
+    prompts = [plain(prompt) for prompt in prompts]
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not is_token_ids(prompt):
+            raise RequestError(f"prompt {str(prompt)[:40]!r} is neither a text nor a list of token ids (give one)")
+    return prompts, alone
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise EngineError(
+            f"{path} is not a tokenizer: {error} (download the checkpoint's again, then rebuild)"
+        ) from None
+    tokenizer.no_truncation()  # settings of whoever saved the file, not of this prompt
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _emit(request: Request, verified: Verified, slot: int, position: int) -> None:

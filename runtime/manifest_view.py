@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from ddtree.builder import Manifest
 
@@ -12,7 +13,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def manifest_table(directory: Path, manifest: Manifest) -> Table:
     """What a user asks of an engine: models, limits, memory, files."""
     target, draft, limits = manifest.target, manifest.draft, manifest.limits
-    table = Table(title=str(directory), title_justify="left", show_header=False)
+    table = Table(title=Text(str(directory)), title_justify="left", show_header=False)
     table.add_column("")
     table.add_column("", overflow="fold")
 

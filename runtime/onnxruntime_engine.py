@@ -12,6 +12,7 @@ import onnxruntime as ort
 import torch
 
 from ddtree.builder import Manifest
+from ddtree.builder.build import DRAFT_GRAPH, TARGET_GRAPH
 from ddtree.runtime.engine import KVCaches
 from ddtree.runtime.errors import EngineError, RequestError
 
@@ -25,7 +26,7 @@ class _Model:
 
     def __init__(self, path: Path, layers: int, kv_heads: int, head_dim: int, threads: int | None):
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # errors come as exceptions
         if threads is not None:
             options.intra_op_num_threads = threads
         try:
@@ -58,10 +59,10 @@ class _Model:
 
     def release(self, slot: int, last: int, *, zero: bool) -> None:
         for cache in self.caches:
-            if zero:
-                cache[slot].zero_()
             if last != slot:
-                cache[[slot, last]] = cache[[last, slot]]
+                cache[slot] = cache[last]
+            if zero:
+                cache[last].zero_()
 
     def run(self, first: int, inputs: dict[str, torch.Tensor], outputs: Mapping[str, tuple[int, ...]]) -> None:
         """Run slots [first, first + batch). What comes out lies in ``buffers`` until the next pass.
@@ -112,12 +113,12 @@ class OnnxRuntimeEngine:
         self.manifest = manifest = Manifest.load(directory)
         target, draft = manifest.target, manifest.draft
         self._target = _Model(
-            directory / "target.onnx", target.num_hidden_layers, target.num_key_value_heads, target.head_dim, threads
+            directory / TARGET_GRAPH, target.num_hidden_layers, target.num_key_value_heads, target.head_dim, threads
         )
         self._draft = None
         if draft is not None:
             self._draft = _Model(
-                directory / "draft.onnx", draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, threads
+                directory / DRAFT_GRAPH, draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, threads
             )
         self._features_width = len(draft.target_layer_ids) * target.hidden_size if draft is not None else 0
         self.draft_to_target = None

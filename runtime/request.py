@@ -12,8 +12,9 @@ FinishReason = Literal["stop", "length", "error"]
 class Statistics:
     """Counts and times of one request.
 
+    ``decode_seconds`` is the time of the rounds that the request was part of, whoever shared them.
     ``acceptance_length`` is the mean number of tokens a round emitted, bonus token included, before any cut at a stop
-    token or at max_tokens; plain decoding has 1.
+    token or at max_tokens; plain decoding has 1. A request that ended with its first token had no round, and has 0.
     """
 
     rounds: int = 0
@@ -28,7 +29,8 @@ class Statistics:
 
 @dataclass
 class CompletionOutput:
-    """One generated text; field names as in TensorRT-LLM. ``token_ids`` ends with the stop token if one was met."""
+    """One generated text; field names as in TensorRT-LLM. ``token_ids`` ends with the end or stop token if one was met.
+    ``stop_reason`` is the one of ``stop_token_ids`` that was met, None for the end token."""
 
     index: int
     text: str
@@ -58,6 +60,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
+    end_ids: frozenset[int]
     stop_ids: frozenset[int]
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -73,8 +76,9 @@ class Request:
         """Append what a round emitted, cut at the first stop token or at max_tokens, whichever comes first."""
         for token in token_ids:
             self.output_ids.append(token)
-            if token in self.stop_ids:
-                self.finish_reason, self.stop_reason = "stop", token
+            if token in self.stop_ids or token in self.end_ids:
+                self.finish_reason = "stop"
+                self.stop_reason = token if token in self.stop_ids else None
                 return
             if len(self.output_ids) == self.params.max_tokens:
                 self.finish_reason = "length"

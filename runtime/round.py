@@ -16,7 +16,6 @@ METHODS: tuple[str, ...] = get_args(Method)
 PREFILL_CHUNK = 256  # prompt rows of one pass
 
 
-@torch.inference_mode()
 def decode_round(engine: Engine, batch: Batch, method: Method, budget: int) -> tuple[DraftTree, Verified]:
     """Advance every sequence of the batch by its accepted path and the bonus token.
 
@@ -64,7 +63,6 @@ def decode_round(engine: Engine, batch: Batch, method: Method, budget: int) -> t
     return tree, verified
 
 
-@torch.inference_mode()
 def prefill(engine: Engine, batch: Batch, slot: int, method: Method) -> Verified:
     """Run the prompt of the request in ``slot`` through both models, in chunks, and draw its first token.
 
@@ -92,6 +90,7 @@ def prefill(engine: Engine, batch: Batch, slot: int, method: Method) -> Verified
             fed = rows - waiting
             if fed:
                 _draft_pass(engine, slot, features[:, :fed], torch.tensor([start]), torch.tensor([fed]), prompt[:1])
+            batch.features[slot] = 0  # the rows behind are padding, and what another request left may be NaN
             batch.features[slot, :waiting] = features[0, fed:]
             batch.feature_counts[slot] = waiting
     batch.past[slot] = len(prompt)

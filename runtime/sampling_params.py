@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Names and defaults are those of TensorRT-LLM's ``SamplingParams``."""
+"""What a request asks of the sampler. Names are those of TensorRT-LLM's ``SamplingParams``."""
 
 import math
 import secrets
@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from ddtree.runtime.errors import RequestError
 
 SEED_LIMIT = 1 << 64
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(kw_only=True)
@@ -23,7 +24,7 @@ class SamplingParams:
         seed: 0 to 2**64 - 1; the same seed gives the same text for every method, budget and batch. None draws a
             random one, reported in ``CompletionOutput.seed``.
         end_id: the token that ends the text; None takes the checkpoint's.
-        stop_token_ids: further tokens that end the text.
+        stop_token_ids: further tokens that end the text. The token stays in the output, as the end token does.
         ignore_eos: go on past the end token (``stop_token_ids`` still end the text).
 
     Filters apply in the order temperature, top_k, top_p, min_p.
@@ -43,6 +44,8 @@ class SamplingParams:
         """Raise RequestError if a value is out of its range."""
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_float("temperature", self.temperature, 0, None)
+        if self.temperature > FLOAT32_MAX:
+            raise RequestError(f"temperature {self.temperature} is more than a float32 holds (use 0 or more)")
         _check_int("top_k", self.top_k, 0, None)
         _check_float("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
@@ -50,16 +53,16 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, SEED_LIMIT - 1)
-        for name, ids in (
-            ("end_id", [self.end_id] if self.end_id is not None else []),
-            ("stop_token_ids", self.stop_token_ids or []),
-        ):
-            for token in ids:
-                _check_int(name, token, 0, vocab_size - 1)
+        if self.end_id is not None:
+            _check_int("end_id", self.end_id, 0, vocab_size - 1)
+        if not isinstance(self.stop_token_ids, list | tuple | None):
+            raise RequestError(f"stop_token_ids {self.stop_token_ids!r} is not a list (give a list of token ids)")
+        for token in self.stop_token_ids or []:
+            _check_int("stop_token_ids", token, 0, vocab_size - 1)
 
     def resolved_seed(self) -> int:
         """The seed as given, or a fresh random one."""
-        return secrets.randbits(64) if self.seed is None else self.seed
+        return secrets.randbits(64) if self.seed is None else int(self.seed)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:

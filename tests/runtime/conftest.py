@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -19,7 +20,7 @@ from ddtree.runtime import LLM
 VOCAB, HIDDEN, LAYERS, BLOCK, MASK, EOS = 24, 32, 4, 8, 23, 22
 
 
-def write_target(directory: Path) -> Path:
+def _write_target(directory: Path, **changes: object) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -34,6 +35,7 @@ def write_target(directory: Path) -> Path:
         initializer_range=0.2,
         eos_token_id=EOS,
     )
+    config.update(changes)
     Qwen3ForCausalLM(config).save_pretrained(directory)
     words = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -42,7 +44,7 @@ def write_target(directory: Path) -> Path:
     return directory
 
 
-def write_draft(directory: Path, **changes: object) -> Path:
+def _write_draft(directory: Path, **changes: object) -> Path:
     directory.mkdir()
     taps, heads, kv_heads, head_dim, intermediate = [0, 2], 4, 2, 16, 48
     config = {
@@ -95,9 +97,21 @@ def write_draft(directory: Path, **changes: object) -> Path:
 
 
 @pytest.fixture(scope="session")
+def write_target() -> Callable[..., Path]:
+    """Writes the tiny target, with changes of its config, into a directory."""
+    return _write_target
+
+
+@pytest.fixture(scope="session")
+def write_draft() -> Callable[..., Path]:
+    """Writes the tiny drafter, with changes of its config, into a directory."""
+    return _write_draft
+
+
+@pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("tiny")
-    return write_target(root / "target"), write_draft(root / "draft")
+    return _write_target(root / "target"), _write_draft(root / "draft")
 
 
 @pytest.fixture(scope="session")

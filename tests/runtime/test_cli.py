@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def ddtree(cache: Path):
             [*DDTREE, *map(str, arguments)],
             input=stdin,
             capture_output=True,
-            env=os.environ | {"DDTREE_CACHE": str(cache), "COLUMNS": "200"} | environment,
+            env=os.environ | {"DDTREE_CACHE": str(cache)} | environment,
             timeout=120,
             check=False,
         )
@@ -60,14 +61,17 @@ def test_text_and_nothing_else_goes_to_standard_output(ddtree, tiny_engine: Path
 
 def test_every_method_prints_the_same_text(ddtree, tiny_engine: Path) -> None:
     settings = ["w1 w2", "--engine", tiny_engine, "--max-tokens", 30, "--seed", 9, "--temperature", 0.9, "--top-k", 20]
-    texts = {ddtree("generate", *settings, "--method", method).stdout for method in ("ddtree", "chain", "ar")}
-    texts |= {ddtree("generate", *settings, "--budget", budget).stdout for budget in (0, 100)}
-    assert len(texts) == 1
+    runs = [ddtree("generate", *settings, "--method", method) for method in ("ddtree", "chain", "ar")]
+    runs.append(ddtree("generate", *settings, "--budget", 100))
+    assert [run.returncode for run in runs] == [0] * 4
+    assert len(runs[0].stdout.split()) == 30
+    assert len({run.stdout for run in runs}) == 1
 
 
 def test_compare_says_the_speed_up_and_that_the_text_is_the_same(ddtree, tiny_engine: Path) -> None:
     process = ddtree("generate", "w1", "--engine", tiny_engine, "--max-tokens", 20, "--compare")
     assert process.returncode == 0, process.stderr
+    assert process.stderr.count("\n") == 1
     assert "times plain decoding" in process.stderr
     assert "same text" in process.stderr
 
@@ -85,8 +89,9 @@ def test_a_prompt_comes_from_a_file_or_from_standard_input(ddtree, tiny_engine: 
     file.write_text("w1 w2 w3")
     settings = ["--engine", tiny_engine, "--max-tokens", 9]
     expected = ddtree("generate", "w1 w2 w3", *settings).stdout
+    assert len(expected.split()) == 9
     assert ddtree("generate", "--file", file, *settings).stdout == expected
-    assert ddtree("generate", *settings, stdin=b"w1 w2 w3").stdout == expected
+    assert ddtree("generate", *settings, stdin=b"w1 w2 w3\n").stdout == expected
     assert ddtree("generate", "--file", "-", *settings, stdin=b"w1 w2 w3").stdout == expected
 
 
@@ -184,11 +189,32 @@ def test_a_checkpoint_or_engine_that_cannot_be_used_is_refused(
         (["build", "--target", target, "--draft", foreign, "--output", output], "hidden"),
         (["build", "--target", target, "--draft", draft, "--output", output, "--engine", "tensorrt"], "tensorrt"),
         (["generate", "w1", "--engine", tmp_path / "nothing"], "nothing"),
+        (["generate", "w1", "--engine", target], "is not an engine directory"),
+        (["generate", "w1", "--target", tmp_path / "nothing"], "nothing"),
         (["inspect", tmp_path], str(tmp_path)),
     ]:
         assert named in refusal(ddtree(*arguments))
         assert not output.exists()
         assert not [path for path in tmp_path.iterdir() if path.name not in ("truncated", "foreign")]
+
+
+def test_a_cache_that_cannot_be_written_is_named(ddtree, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    message = refusal(ddtree("generate", "w1", "--target", tiny_pair[0], DDTREE_CACHE=str(tmp_path / "file" / "cache")))
+    assert "DDTREE_CACHE" in message
+
+
+def test_text_is_utf_8_whatever_the_locale_and_closed_streams_are_refused(tiny_engine: Path) -> None:
+    def shell(redirect: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = f"{shlex.join(DDTREE)} generate {redirect} --engine {tiny_engine} --max-tokens 3"
+        return subprocess.run(
+            command, shell=True, capture_output=True, text=True, env=os.environ | environment, check=False
+        )
+
+    assert shell("w1", PYTHONIOENCODING="ascii").returncode == 0
+    assert shell("w1 <&-").returncode == 0
+    assert refusal(shell("<&-")).startswith("standard input holds no prompt")
+    assert refusal(shell("w1 >&-")) == "standard output is closed (text has nowhere to go)"
 
 
 def test_nan_logits_are_an_error_with_exit_code_2(ddtree, poisoned_engine: Path) -> None:

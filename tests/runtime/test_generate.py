@@ -1,9 +1,15 @@
 """Where a text ends, what is reported, and how it streams."""
 
 import itertools
+import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer
 
+from ddtree.builder import build_engine
 from ddtree.runtime import LLM, RequestError, SamplingParams
 
 PROMPT = [1, 2, 3]
@@ -49,7 +55,8 @@ def test_end_id_replaces_the_checkpoints_and_ignore_eos_ignores_it(tiny_llm: LLM
     end_id = expected[3]
     until = expected[: expected.index(end_id) + 1]
     settings = {"max_tokens": 60, "temperature": 1.0, "seed": 5, "end_id": end_id}
-    assert tiny_llm.generate(PROMPT, SamplingParams(**settings)).outputs[0].token_ids == until
+    ended = tiny_llm.generate(PROMPT, SamplingParams(**settings)).outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (until, "stop", None)
     assert tiny_llm.generate(PROMPT, SamplingParams(**settings, ignore_eos=True)).outputs[0].token_ids == expected
 
 
@@ -142,6 +149,11 @@ def test_nan_logits_fail_their_request_alone_and_leave_no_trace(poisoned_engine,
     )
     written = [output.outputs[0].token_ids for output in mixed if output.error is None]
     assert written == expected + expected
+    # Not in the drafts either, which the text would not show: the slot of a failed request drafts as a new one does.
+    shorter = [[5], [6], [1]]
+    fresh = [llm.generate(prompt, params).statistics.rounds for prompt in shorter]
+    after = llm.generate([healthy[1], in_the_prompt, *shorter], params)[2:]
+    assert [output.statistics.rounds for output in after] == fresh
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,8 @@ def test_nan_logits_fail_their_request_alone_and_leave_no_trace(poisoned_engine,
         ({"top_k": 2.5}, "top_k 2.5 is not a whole number"),
         ({"max_tokens": 0}, "max_tokens 0 is out of range (use 1 or more)"),
         ({"seed": 2**64}, f"seed {2**64} is out of range (use 0 to {2**64 - 1})"),
+        ({"temperature": 1e39}, "temperature 1e+39 is more than a float32 holds (use 0 or more)"),
+        ({"stop_token_ids": 5}, "stop_token_ids 5 is not a list (give a list of token ids)"),
         ({"stop_token_ids": [24]}, "stop_token_ids 24 is out of range (use 0 to 23)"),
         ({"max_tokens": 2046}, "prompt of 3 tokens and max_tokens 2046 exceed the engine's max_seq_len 2048 "
          "(lower max_tokens to 2045, or rebuild with a larger --max-seq-len)"),
@@ -175,6 +189,10 @@ def test_a_setting_out_of_range_is_refused_before_anything_runs(tiny_llm: LLM, s
     [
         ([], "the prompt is empty (give at least one token)"),
         ("", "the prompt is empty (give at least one token)"),
+        ("w1 \udcff", "the prompt is not Unicode at character 3 (use UTF-8 text)"),
+        ([1.5, 2], "prompt '[1.5, 2]' is neither a text nor a list of token ids (give one)"),
+        (None, "prompt 'None' is neither a text nor a list of token ids (give one)"),
+        ({"prompt": "w1"}, "prompt \"{'prompt': 'w1'}\" is neither a text nor a list of token ids (give one)"),
         ([1, 24], "prompt token 24 is out of range (use 0 to 23)"),
         ([1] * 2048, "prompt of 2048 tokens and max_tokens 32 exceed the engine's max_seq_len 2048 "
          "(shorten the prompt to at most 2047 tokens, or rebuild with a larger --max-seq-len)"),
@@ -196,10 +214,112 @@ def test_the_context_can_be_filled_to_its_last_token(tiny_llm: LLM) -> None:
     assert texts[1] == texts[2] == texts[0]
 
 
-def test_a_method_that_does_not_fit_the_engine_is_refused(tiny_engine) -> None:
-    with pytest.raises(
-        RequestError, match=r"^budget 256 exceeds the engine's max_tree_nodes 255 \(rebuild with --budget 256\)$"
-    ):
-        LLM(tiny_engine, budget=256)
-    with pytest.raises(RequestError, match=r"^method 'eagle' is not known \(use one of ddtree, chain, ar\)$"):
-        LLM(tiny_engine, method="eagle")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 256}, "budget 256 exceeds the engine's max_tree_nodes 255 (rebuild with --budget 256)"),
+        ({"budget": -1}, "budget -1 is negative (use 0 to 255)"),
+        ({"budget": 2.5}, "budget 2.5 is not a whole number (use 0 to 255)"),
+        ({"method": "eagle"}, "method 'eagle' is not known (use one of ddtree, chain, ar)"),
+    ],
+)
+def test_a_method_or_budget_that_does_not_fit_is_refused_whenever_it_is_set(
+    tiny_engine: Path, settings: dict, message: str
+) -> None:
+    with pytest.raises(RequestError) as refusal:
+        LLM(tiny_engine, **settings)
+    assert str(refusal.value) == message
+    llm = LLM(tiny_engine, threads=1)
+    for name, value in settings.items():
+        setattr(llm, name, value)
+    with pytest.raises(RequestError) as refusal:
+        llm.generate(PROMPT)
+    assert str(refusal.value) == message
+
+
+def test_small_limits_of_an_engine_hold(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    build_engine(*tiny_pair, tmp_path / "engine", max_tree_nodes=4, max_seq_len=64)
+    llm = LLM(tmp_path / "engine", threads=1)
+    assert llm.budget == 4  # the default gives way to the limit
+    assert len(llm.generate(PROMPT, SamplingParams(max_tokens=61, ignore_eos=True)).outputs[0].token_ids) == 61
+    llm.method = "chain"
+    with pytest.raises(RequestError, match=r"^the chain's length 7 exceeds the engine's max_tree_nodes 4 "):
+        llm.generate(PROMPT)
+
+
+def test_a_tree_may_have_more_nodes_than_the_context_has_positions(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    build_engine(*tiny_pair, tmp_path / "engine", max_tree_nodes=255, max_seq_len=64)
+    llm = LLM(tmp_path / "engine", threads=1, budget=255)
+    params = SamplingParams(max_tokens=61, **FREE)
+    tree = llm.generate(PROMPT, params).outputs[0].token_ids
+    llm.method = "ar"
+    assert llm.generate(PROMPT, params).outputs[0].token_ids == tree
+
+
+def test_an_engine_without_a_drafter_decodes_plainly_and_refuses_to_draft(
+    tiny_pair: tuple[Path, Path], tiny_llm: LLM, tmp_path: Path
+) -> None:
+    build_engine(tiny_pair[0], None, tmp_path / "engine")
+    llm = LLM(tmp_path / "engine", threads=1)
+    assert llm.method == "ar"
+    assert llm.generate(PROMPT, SamplingParams(max_tokens=60, **FREE)).outputs[0].token_ids == full_text(tiny_llm)
+    llm.method = "ddtree"
+    with pytest.raises(RequestError, match=r"the engine has none"):
+        llm.generate(PROMPT)
+
+
+def test_one_call_at_a_time(tiny_llm: LLM) -> None:
+    """A second call would write into the first one's caches, so it is refused; the first goes on unharmed."""
+    params = SamplingParams(max_tokens=30, **FREE)
+    expected = full_text(tiny_llm)[:30]
+    stream = tiny_llm.stream(PROMPT, params)
+    next(stream)
+    with pytest.raises(RequestError, match=r"^this LLM is serving another call"):
+        tiny_llm.generate([4, 5], params)
+    with pytest.raises(RequestError, match=r"^this LLM is serving another call"):
+        next(tiny_llm.stream([4, 5], params))
+    *_, last = stream
+    assert last.outputs[0].token_ids == expected
+    abandoned = tiny_llm.stream(PROMPT, params)
+    next(abandoned)
+    abandoned.close()
+    assert tiny_llm.generate(PROMPT, params).outputs[0].token_ids == expected
+
+
+def test_a_call_keeps_the_settings_it_began_with(tiny_llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, **FREE)
+    expected = full_text(tiny_llm)[:30]
+    stream = tiny_llm.stream(PROMPT, params)
+    outputs = [next(stream)]
+    tiny_llm.method, tiny_llm.budget, params.max_tokens, params.temperature = "ar", 0, 1, 0.0
+    outputs += stream
+    assert outputs[-1].outputs[0].token_ids == expected
+    rounds = [output.statistics.rounds for output in outputs]
+    assert rounds == list(range(len(rounds)))  # each output has its own statistics
+
+
+def test_prompts_may_be_arrays_and_many(tiny_llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5)
+    expected = tiny_llm.generate(PROMPT, params).outputs[0].token_ids
+    array = np.array(PROMPT)
+    for prompt in (tuple(PROMPT), array, list(array), torch.tensor(PROMPT), "w1 w2 w3"):
+        assert tiny_llm.generate(prompt, params).outputs[0].token_ids == expected
+    for prompts in ([PROMPT, "w1 w2 w3"], np.array([PROMPT, PROMPT]), (array, PROMPT)):
+        assert [o.outputs[0].token_ids for o in tiny_llm.generate(prompts, params)] == [expected, expected]
+    assert tiny_llm.generate([], params) == []
+
+
+def test_truncation_and_padding_saved_with_a_tokenizer_are_not_applied(tiny_engine: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_engine, tmp_path / "engine")
+    file = tmp_path / "engine" / "tokenizer.json"
+    size = file.stat().st_size
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=6)
+    tokenizer.save(str(file))
+    manifest = tmp_path / "engine" / "config.json"
+    manifest.write_text(manifest.read_text().replace(f'"size": {size}', f'"size": {file.stat().st_size}'))
+    output = LLM(tmp_path / "engine", threads=1).generate("w1 w2 w3", SamplingParams(max_tokens=1))
+    assert output.prompt_token_ids == PROMPT

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ddtree.builder import build_engine
 from ddtree.runtime import LLM, SamplingParams
 
 PROMPTS = [[1, 2, 3], [4], [7, 7, 1, 0, 9, 12, 3, 3, 8], list(range(20)) * 2]
@@ -33,18 +34,40 @@ def assert_same_text(params: SamplingParams, expected: list[int], actual: list[i
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_every_method_and_budget_writes_the_same_text(tiny_llm: LLM, temperature: float, filters: str) -> None:
-    llm = tiny_llm
+    assert compare_methods(tiny_llm, temperature, FILTERS[filters], batch=1, seeds=[2**63 + 11]) > 50
+    assert compare_methods(tiny_llm, temperature, FILTERS[filters], batch=4, seeds=[0, 1]) > 100
+
+
+def compare_methods(llm: LLM, temperature: float, filters: dict, *, batch: int, seeds: list[int]) -> int:
+    """Compare chain and every budget, in batches, with plain decoding alone; returns the draft tokens accepted."""
     accepted = 0
-    for seed, prompt in itertools.product([0, 1, 2**63 + 11], PROMPTS):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=seed, ignore_eos=True, **FILTERS[filters])
+    for seed in seeds:
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=seed, ignore_eos=True, **filters)
         llm.method = "ar"
-        expected = llm.generate(prompt, params).outputs[0].token_ids
-        for method, budget in [("chain", 0), *(("ddtree", budget) for budget in BUDGETS)]:
-            llm.method, llm.budget = method, budget
-            output = llm.generate(prompt, params)
-            assert_same_text(params, expected, output.outputs[0].token_ids)
-            accepted += output.statistics.accepted_tokens
-    assert accepted > 100  # the trees were not idle
+        expected = [llm.generate(prompt, params).outputs[0].token_ids for prompt in PROMPTS]
+        for llm.method, llm.budget in [("ar", 0), ("chain", 0), *(("ddtree", budget) for budget in BUDGETS)]:
+            for start in range(0, len(PROMPTS), batch):
+                for i, output in enumerate(llm.generate(PROMPTS[start : start + batch], params), start):
+                    assert_same_text(params, expected[i], output.outputs[0].token_ids)
+                    accepted += output.statistics.accepted_tokens
+    return accepted  # the trees were not idle
+
+
+VARIANTS = {
+    "every layer has a window": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {}),
+    "two layers have a window": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}, {}),
+    "the drafter has a window": ({}, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "the anchor's row is a candidate": ({}, {"sample_from_anchor": True}),
+    "a KV head for each query head": ({"num_key_value_heads": 4}, {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_models_keep_their_text_too(write_target, write_draft, variant: str, tmp_path: Path) -> None:
+    target, draft = VARIANTS[variant]
+    build_engine(write_target(tmp_path / "t", **target), write_draft(tmp_path / "d", **draft), tmp_path / "engine")
+    llm = LLM(tmp_path / "engine", threads=1)
+    assert compare_methods(llm, 0.8, {"top_p": 0.95}, batch=4, seeds=[0]) > 50
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
