@@ -132,10 +132,9 @@ def target_only_draw(
         reached = coin <= cumulative / max(threshold_acc, 1e-9) or probability >= threshold_single
         if probability > 0 and reached:
             return token, child
+    # Something is left: children that hold all the mass sum, in float64, to more than the largest coin.
     left = weights.copy()
     left[[token for _, token in children]] = 0
-    if not left.any():  # the children hold all the mass, and the coin lay above it by rounding alone
-        left = weights
     mass = np.cumsum(left, dtype=np.float64)
     picked = int(np.searchsorted(mass, final_coin * mass[-1], "right"))
     return min(picked, int(np.flatnonzero(left)[-1])), -1

@@ -38,3 +38,13 @@ def test_coins_take_counters_that_tokens_do_not():
     for at, position in enumerate((0, 77)):
         words = oracles.philox((0, position, 1, 0), 123)
         assert philox.coins(123, np.array([0, 77]))[at].tolist() == [oracles.uniform(word) for word in words[:2]]
+
+
+@pytest.mark.parametrize("vocab", [5, 4099, 9000, 30001])
+def test_noise_drawn_ahead_is_that_of_its_position(vocab):
+    """Small vocabularies draw many positions at once, large ones each on its own."""
+    noise = sampling.TokenNoise(7, 100, 5, vocab)
+    groups = np.arange(-(-vocab // 4))
+    for index in (0, 1, 2, 4, 6):  # 6: further than announced
+        expected = philox.token_uniforms(7, np.array([100 + index]), groups).ravel()[:vocab]
+        assert np.array_equal(noise.at(index, np.ones(vocab, np.float32)), expected)

@@ -89,8 +89,8 @@ def test_the_residual_leaves_out_the_rejected_children():
     assert [int(target_only([0.95], final).output_ids[0, 0]) for final in (0.49, 0.51)] == [0, 4]
 
 
-def test_a_coin_above_the_childrens_mass_by_rounding_alone_still_emits_one_of_them():
-    """0.1 + 0.2 + 0.7 may sum to less than the largest coin; nothing but the children is possible."""
+def test_children_that_hold_all_the_mass_are_accepted_by_the_largest_coin():
+    """0.1 + 0.2 + 0.7 must not sum to less than it: nothing would be left to draw from."""
     tree = tree_of([9, 0, 1, 2], [-1, 0, 0, 0], max_depth=1)
     for final in (0.0, 0.5, 1.0):
         verified = target_only([1 - 2.0**-24], final, [[0.1, 0.2, 0.7, 0.0, 0.0], *ROWS[1:]], tree)
