@@ -11,7 +11,10 @@ from ddtree.demo.generator import FIRST_HELD_OUT_SEED, generate
 __all__ = ["DEFAULT_PROMPT", "KINDS", "held_out_prompts"]
 
 # What `ddtree generate` continues when it is given no prompt.
-DEFAULT_PROMPT = "Mia and the golden kite\n\nNear the lake there lived a baker named Mia."
+DEFAULT_PROMPT = (
+    "Mia and the golden kite\n\nNear the lake there lived a baker named Mia. "
+    "She had a golden kite, a present from her friend Tom. One windy morning the golden kite was gone."
+)
 
 PROMPT_TOKENS = 48
 _PIECE = 1_000  # characters that surely hold PROMPT_TOKENS tokens

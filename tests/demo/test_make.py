@@ -10,6 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from ddtree.demo import corpus, own_text, training
+from ddtree.demo import make as make_module
 from ddtree.demo.make import cpu_seconds, make
 from ddtree.demo.recipe import DrafterShape, Phase, Recipe, Rows, TargetShape
 
@@ -18,7 +19,7 @@ TOY = replace(
     target=TargetShape(vocab_size=400, hidden_size=32, intermediate_size=64, layers=3, heads=4, kv_heads=2, head_dim=8),
     drafter=DrafterShape(layers=1, block_size=4, target_layer_ids=(0, 1)),
     documents=20,
-    target_phases=(Phase(4, 4, 32), Phase(2, 2, 64)),
+    target_cycles=((Phase(4, 4, 32), Phase(2, 2, 64)), (Phase(2, 4, 32),)),
     own_text=(Rows(2, 64, 32), Rows(2, 32, 64)),
     prompt_tokens=8,
     continuation_tokens=12,
@@ -50,25 +51,24 @@ def test_interrupted_at_every_stage_and_resumed_gives_the_same_pair(small_librar
     console = Console(quiet=True)
     whole = _bytes(make(TOY, tmp_path / "whole", console))
 
-    # Fail after the third step of each training and after the first batch of own text, each time once.
-    real_schedule, real_save = training._schedule, own_text._save
-    pending = {"target": 3, "drafter": 3, "own text": 1}
+    # Each stage fails once: after the checkpoint of its third step, or before its second batch is saved.
+    save_checkpoint, save_batch = training._save, own_text._save
+    pending = {"target.pt", "drafter.pt", "32-001"}
 
-    def schedule(step, steps, recipe):
-        name = "drafter" if (tmp_path / "parts" / "pair" / "target").exists() else "target"
-        if pending.get(name) == step:
-            del pending[name]
+    def fails_after(path, model, optimisers, step):
+        save_checkpoint(path, model, optimisers, step)
+        if step == 3 and path.name in pending:
+            pending.remove(path.name)
             raise InterruptedHereError
-        return real_schedule(step, steps, recipe)
 
-    def save(path, batch):
-        if "own text" in pending and path.name == "32-001":
-            del pending["own text"]
+    def fails_before(path, batch):
+        if path.name in pending:
+            pending.remove(path.name)
             raise InterruptedHereError
-        real_save(path, batch)
+        save_batch(path, batch)
 
-    monkeypatch.setattr(training, "_schedule", schedule)
-    monkeypatch.setattr(own_text, "_save", save)
+    monkeypatch.setattr(training, "_save", fails_after)
+    monkeypatch.setattr(own_text, "_save", fails_before)
     interruptions = 0
     while True:
         try:
@@ -83,8 +83,8 @@ def test_interrupted_at_every_stage_and_resumed_gives_the_same_pair(small_librar
 
 def test_finished_steps_are_skipped(small_library, monkeypatch, tmp_path):
     make(TOY, tmp_path, Console(quiet=True))
-    monkeypatch.setattr(training, "train", None)
-    monkeypatch.setattr(own_text, "write_batch", None)
+    for stage in ("train_tokenizer", "train_target", "write_own_text", "train_drafter"):
+        monkeypatch.setattr(make_module, stage, None)
     before = _bytes(tmp_path)
     make(TOY, tmp_path, Console(quiet=True))
     assert _bytes(tmp_path) == before
@@ -107,7 +107,7 @@ def test_the_step_decides_the_batch_not_what_ran_before(monkeypatch, tmp_path):
 
             with suppress(InterruptedHereError):
                 training.train(
-                    model, loss, steps=9, rate=0.01, recipe=TOY, checkpoint=checkpoint, report=lambda *_: None
+                    model, loss, cycles=[5, 4], rate=0.01, recipe=TOY, checkpoint=checkpoint, report=lambda *_: None
                 )
         return torch.load(checkpoint, weights_only=True)
 
