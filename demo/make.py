@@ -1,7 +1,7 @@
 """Makes the demo pair from nothing: `python -m ddtree.demo.make`.
 
-Five steps, each skipped when its result is already in demo/work: tokenizer, target, the target's own text, drafter,
-evaluation. Interrupted at any point and started again, it goes on from the last checkpoint and ends with the same pair.
+Four steps, each skipped when its result is already in demo/work: tokenizer, target, the target's own text, drafter.
+Interrupted at any point and started again, it goes on from the last checkpoint and ends with the same pair.
 """
 
 import json
