@@ -44,7 +44,7 @@ class Run:
 @click.command(context_settings={"show_default": True})
 @click.option("--prompts", default=10, help="Prompts of each kind.")
 @click.option("--max-tokens", default=96, help="Tokens of each output.")
-@click.option("--repeats", default=2, help="Runs of each prompt and method; the fastest counts.")
+@click.option("--repeats", default=5, help="Runs of each prompt and method; the fastest counts.")
 @click.option("--temperature", type=float, multiple=True, default=(0.0, 0.8), help="May be given several times.")
 @click.option("--budget", type=int, multiple=True, default=(8, 16, 32), help="May be given several times.")
 @click.option("--threads", type=int, help="Threads of a pass.")
@@ -68,7 +68,7 @@ def main(
     for t in temperature:
         runs: dict[tuple[str, int], list[Run]] = {setting: [] for setting in settings}
         for index, (kind, text) in enumerate(track(texts, f"temperature {t}", console=Console(stderr=True))):
-            params = SamplingParams(max_tokens=max_tokens, temperature=t, seed=index, ignore_eos=True)
+            params = SamplingParams(max_tokens=max_tokens, temperature=t, seed=index)
             best: dict[tuple[str, int], Run] = {}
             for _ in range(repeats):
                 for setting in settings:

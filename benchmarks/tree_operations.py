@@ -5,8 +5,6 @@ each node sees; softmax and multinomial of all N rows, and a walk through one di
 run in turn, on the same logits, in float32. Medians are shown and, after a slash, the fastest run: on a machine with
 other work to do, waiting for a core adds about as much to either side, and hides the ratio. Trees may differ where two
 float32 sums nearly tie, because the published heap reaches a sibling by a subtraction and an addition.
-
-    python benchmarks/tree_operations.py [--threads 1] [--budgets 64,256,1024] [--vocab 151936] [--depth 15]
 """
 
 import heapq
@@ -17,11 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
+import click
 import numpy as np
 import torch
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -133,13 +130,16 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def main(
-    budgets: Annotated[str, typer.Option(help="Budgets, separated by commas.")] = "64,256,1024",
-    vocab: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 151936,
-    depth: Annotated[int, typer.Option(help="D, the rows of draft logits.")] = 15,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each side; a third as many of verification.")] = 21,
-    threads: Annotated[int, typer.Option(help="Threads of torch; 0 leaves its own choice.")] = 0,
-) -> None:
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--budget", "budgets", type=int, multiple=True, default=(64, 256, 1024), help="May be given several times."
+)
+@click.option("--vocab", default=151936, help="Size of the vocabulary.")
+@click.option("--depth", default=15, help="D, the rows of draft logits.")
+@click.option("--repeats", default=21, help="Timed runs of each side; a third as many of verification.")
+@click.option("--threads", type=int, help="Threads of torch. Absent: its own choice.")
+def main(budgets: tuple[int, ...], vocab: int, depth: int, repeats: int, threads: int | None) -> None:
+    """Time build_tree and verify_tree beside the published algorithm."""
     if threads:
         torch.set_num_threads(threads)
     console = Console()
@@ -154,9 +154,9 @@ def main(
     roots, root_position = torch.tensor([ROOT]), torch.tensor([100])
     with Progress(console=console, transient=True) as progress:
         kinds = [peaked, flat]
-        task = progress.add_task("measuring", total=len(kinds) * len(budgets.split(",")))
+        task = progress.add_task("measuring", total=len(kinds) * len(budgets))
         for kind in kinds:
-            for budget in map(int, budgets.split(",")):
+            for budget in budgets:
                 generator = torch.Generator().manual_seed(budget)
                 draft_logits = kind(depth, vocab, generator)
                 built, published_built = in_turn(
@@ -201,4 +201,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()
