@@ -4,10 +4,10 @@ import hashlib
 import os
 import shutil
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 
 from ddtree.builder import FORMAT_VERSION, BuildError, Manifest, build_engine
+from ddtree.demo import DRAFT_DIR, TARGET_DIR
 
 # A CPU gains nothing from larger trees, and the limit costs nothing but rows of a table.
 MAX_TREE_NODES = 1023
@@ -15,8 +15,7 @@ MAX_TREE_NODES = 1023
 
 def demo_pair() -> tuple[Path, Path]:
     """The target and draft checkpoints that come with the package."""
-    demo = Path(str(files("ddtree.demo")))
-    return demo / "target", demo / "draft"
+    return TARGET_DIR, DRAFT_DIR
 
 
 def cached_engine(target: Path, draft: Path | None) -> Path:

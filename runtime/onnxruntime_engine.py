@@ -18,10 +18,10 @@ from ddtree.runtime.engine import KVCaches
 from ddtree.runtime.errors import EngineError, RequestError
 
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64}
-# Two sessions have two thread pools. Idle threads spin for a while, and take cores from the other session's pass: beside
-# a spinning drafter a tree pass of the demo pair took 4.5 ms, without it 2.5 ms (2 cores). A small drafter gains nothing
-# from a second thread, so it gets none. Beside a large one, whose passes are long against waking a thread, both pools
-# sleep between passes.
+# Two sessions have two thread pools. Idle threads spin for a while, and take cores from the other session's pass:
+# beside a spinning drafter a tree pass of the demo pair took 4.5 ms, without it 2.5 ms (2 cores). A small drafter gains
+# nothing from a second thread, so it gets none. Beside a large one, whose passes are long against waking a thread, both
+# pools sleep between passes.
 _SMALL_DRAFT = 16 << 20  # bytes of weights
 _MASKS = ("attention_mask", "sliding_attention_mask")
 _SHORTEST_CACHE = 128  # rows; below this a longer cache costs nothing measurable
