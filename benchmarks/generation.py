@@ -15,6 +15,7 @@ import click
 import numpy as np
 import onnxruntime
 import torch
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -91,7 +92,7 @@ def _run(llm: LLM, index: int, kind: str, text: str, params: SamplingParams) -> 
 def _table(temperature: float, runs: dict[tuple[str, int], list[Run]]) -> Table:
     plain = runs["ar", 0]
     looping = {run.prompt for run in plain if run.loops}
-    table = Table(title=f"temperature {temperature}: {len(looping)} of {len(plain)} outputs loop")
+    table = Table(box=MARKDOWN, title=f"temperature {temperature}: {len(looping)} of {len(plain)} outputs loop")
     for heading in ("method", "tokens/s", "acceptance length", "speed-up", "without loops", *KINDS, "same text"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for (method, budget), rows in runs.items():

@@ -11,6 +11,7 @@ import tempfile
 import time
 
 import click
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +39,7 @@ def main(runs: int) -> None:
         with tempfile.TemporaryDirectory() as cache:
             built.append(seconds_to_first_text(cache))
             cached.append(seconds_to_first_text(cache))
-    table = Table("engine", "median seconds", "slowest")
+    table = Table("engine", "median seconds", "slowest", box=MARKDOWN)
     for name, seconds in (("built in this run", built), ("in the cache", cached)):
         table.add_row(name, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}")
     Console().print(table)

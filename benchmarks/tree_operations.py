@@ -19,6 +19,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -148,7 +149,7 @@ def main(budgets: tuple[int, ...], vocab: int, depth: int, repeats: int, threads
         f"Batch 1, D {depth}, vocabulary {vocab:,}, float32, verification at temperature 1. "
         f"Median / fastest run. Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
     )
-    table = Table("logits", "budget", "depth", *("build_tree ms", "published", "ratio"))
+    table = Table("logits", "budget", "depth", *("build_tree ms", "published", "ratio"), box=MARKDOWN)
     for column in ("accepted", "published", "verify_tree ms", "published", "ratio"):
         table.add_column(column)
     roots, root_position = torch.tensor([ROOT]), torch.tensor([100])

@@ -70,7 +70,7 @@ class Recipe:
     continuation_tokens: int = 144
     temperature: float = 0.8  # of every other row; the rest is greedy
 
-    drafter_steps: int = 1800  # every eighth takes the long rows of own_text, the others the short ones
+    drafter_cycles: tuple[int, ...] = (1800, 1800)  # steps; every eighth takes the long rows of own_text
     drafter_anchors: int = 384  # blocks of one step
     drafter_rate: float = 5e-3
     loss_decay: float = 7.0  # depth k weighs exp(-(k - 1) / loss_decay)

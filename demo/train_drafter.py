@@ -36,7 +36,7 @@ def train_drafter(recipe: Recipe, target: Target, own_text: Path, checkpoint: Pa
     train(
         drafter,
         loss_of_step,
-        cycles=[recipe.drafter_steps],
+        cycles=recipe.drafter_cycles,
         rate=recipe.drafter_rate,
         recipe=recipe,
         checkpoint=checkpoint,
