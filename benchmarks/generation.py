@@ -64,7 +64,7 @@ def main(
     settings = [("ar", 0), ("chain", 0), *(("ddtree", b) for b in budget)]
     console.print(_machine())
     console.print(
-        f"{len(texts)} held-out prompts, {prompts} of each kind ({', '.join(KINDS)}), {max_tokens} tokens each"
+        f"{len(texts)} held-out prompts, {prompts} of each kind ({', '.join(KINDS)}), at most {max_tokens} tokens each"
     )
     for t in temperature:
         runs: dict[tuple[str, int], list[Run]] = {setting: [] for setting in settings}
