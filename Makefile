@@ -11,7 +11,7 @@ PYTEST  = $(VENV)/bin/python -m pytest
 .PHONY: demo test test-all lint bench clean
 
 demo: $(VENV)/.core
-	$(VENV)/bin/ddtree generate --compare --max-tokens 96 </dev/null
+	$(VENV)/bin/ddtree generate --compare </dev/null
 
 test: $(VENV)/.test lint
 	$(PYTEST) -m "not slow and not gpu"

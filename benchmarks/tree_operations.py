@@ -143,7 +143,7 @@ def main(budgets: tuple[int, ...], vocab: int, depth: int, repeats: int, threads
     """Time build_tree and verify_tree beside the published algorithm."""
     if threads:
         torch.set_num_threads(threads)
-    console = Console()
+    console = Console(width=150)
     console.print(
         f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}. "
         f"Batch 1, D {depth}, vocabulary {vocab:,}, float32, verification at temperature 1. "
