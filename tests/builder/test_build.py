@@ -29,7 +29,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     target = make_target(FLOAT32, root / "target")
     make_draft(target, root / "draft", storage=torch.float32)
-    (root / "target/tokenizer.json").write_text("{}")
     return root
 
 
@@ -345,6 +344,9 @@ def test_missing_checkpoints(copy: Path) -> None:
         refused(copy, role, "pickled")
         (copy / role / "pytorch_model.bin").unlink()
         (copy / "moved").rename(copy / role / "model.safetensors")
+    (copy / "target/tokenizer.json").rename(copy / "moved")
+    refused(copy, "target", "no tokenizer.json", "save_pretrained")
+    (copy / "moved").rename(copy / "target/tokenizer.json")
     build(copy)
 
 
