@@ -88,7 +88,7 @@ def generate(
     if seed is None:
         params.seed = params.resolved_seed()
     if show_tree:
-        llm.on_round = lambda tree, verified: messages.print(draw_tree(tree, verified, llm.tokenizer))
+        llm.on_round = lambda tree, verified: messages.print("", draw_tree(tree, verified, llm.tokenizer), sep="\n")
     if given is None:
         _write(text)  # nobody typed it, so show what is continued
     output = _stream(llm, text, params)
