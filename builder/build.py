@@ -28,6 +28,8 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _ENGINES = {"onnxruntime": ("float32",)}  # engine -> dtypes, the default first
+MAX_TREE_NODES = 1023  # and the root: the most rows that the paper's experiments and the kernels know
+MAX_BATCH_SIZE = 4096
 _LIBRARIES = ("ddtree-trtllm", "onnx", "onnxruntime", "numpy")
 
 
@@ -66,9 +68,12 @@ def build_engine(
     dtype = dtype or _ENGINES[engine][0]
     if dtype not in _ENGINES[engine]:
         raise BuildError(f"dtype {dtype!r} does not go with engine {engine} (use {', '.join(_ENGINES[engine])})")
-    for name, value in (("max_batch_size", max_batch_size), ("max_tree_nodes", max_tree_nodes)):
-        if value < 1:
-            raise BuildError(f"{name} {value} is too small (use at least 1)")
+    for name, value, most in (
+        ("max_batch_size", max_batch_size, MAX_BATCH_SIZE),
+        ("max_tree_nodes", max_tree_nodes, MAX_TREE_NODES),
+    ):
+        if not 1 <= value <= most:
+            raise BuildError(f"{name} {value} is out of range (use 1 to {most})")
 
     # Imported here: onnx takes longer to import than an engine takes to open.
     from .checkpoint import Checkpoint
@@ -76,6 +81,8 @@ def build_engine(
     from .weights import Weights
 
     output = Path(output).absolute()
+    if output.is_dir():
+        output = output.resolve()  # through a symbolic link: what it names is replaced, not the link
     _check_output(output, force)
     try:
         checkpoint = Checkpoint.open(Path(target), "target")

@@ -3,6 +3,7 @@ exit code 2."""
 
 import io
 import os
+import signal
 import statistics
 import sys
 from pathlib import Path
@@ -77,6 +78,7 @@ def generate(
     from ddtree.runtime import LLM, SamplingParams
     from ddtree.runtime.tree_view import draw_tree
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is built on first use cleans up behind itself
     given = _read_prompt(prompt, file, required=engine is not None or target is not None)
     text = _sample_prompt() if given is None else given
     if engine is not None:
@@ -210,6 +212,7 @@ def build(
 
     if target is None:
         target, draft = demo_pair()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a build cleans up behind itself
     with Progress(*_BUILD_COLUMNS, console=messages, transient=True, disable=not messages.is_terminal) as bar:
         task = bar.add_task(f"building {output}", total=None)
 
@@ -245,6 +248,8 @@ def inspect(engine: Path | None) -> None:
 
 def main() -> None:
     """Entry point of the console command."""
+    # While libraries are imported an interrupt ends the process at once: some of them swallow a KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ddtree.builder import BuildError
     from ddtree.runtime.errors import EngineError, RequestError
 
@@ -262,7 +267,7 @@ def main() -> None:
     except (BuildError, EngineError, RequestError) as error:
         _refuse(str(error))
     except OSError as error:
-        _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
 

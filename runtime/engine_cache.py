@@ -7,10 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ddtree.builder import FORMAT_VERSION, BuildError, Manifest, build_engine
+from ddtree.builder.build import MAX_TREE_NODES
 from ddtree.demo import DRAFT_DIR, TARGET_DIR
-
-# A CPU gains nothing from larger trees, and the limit costs nothing but rows of a table.
-MAX_TREE_NODES = 1023
 
 
 def demo_pair() -> tuple[Path, Path]:

@@ -299,6 +299,8 @@ def _engine_directory(model: str | Path | None, speculative_model: str | Path | 
             raise RequestError(f"speculative_model {speculative_model} without a model (give the target as well)")
         return cached_engine(*demo_pair())
     model = Path(model)
+    if not model.is_dir():
+        raise RequestError(f"{model} is not a directory (give an engine's or a target checkpoint's)")
     if is_engine(model):
         if speculative_model is not None:
             raise RequestError(f"{model} is an engine and has its drafter inside (leave speculative_model out)")

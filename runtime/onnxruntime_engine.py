@@ -4,6 +4,7 @@ A cache is one torch tensor bound as both input and output of its TensorScatter 
 place. Caches double when they are full, so a short request never pays for a long one.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -117,8 +118,9 @@ class OnnxRuntimeEngine:
     dtype = torch.float32
 
     def __init__(self, directory: Path, threads: int | None = None):
-        if threads is not None and threads < 1:
-            raise RequestError(f"threads {threads} is out of range (use 1 or more)")
+        cores = os.cpu_count() or 1
+        if threads is not None and not 1 <= threads <= cores:
+            raise RequestError(f"threads {threads} is out of range (use 1 to {cores}, the cores of this machine)")
         self.manifest = manifest = Manifest.load(directory)
         target, draft = manifest.target, manifest.draft
         draft_bytes = sum(

@@ -311,6 +311,7 @@ def test_progress_reaches_its_end(copy: Path) -> None:
         ({"dtype": "int8"}, ["int8", "float32"]),
         ({"max_batch_size": 0}, ["max_batch_size 0"]),
         ({"max_tree_nodes": 0}, ["max_tree_nodes 0"]),
+        ({"max_tree_nodes": 1024}, ["max_tree_nodes 1024 is out of range (use 1 to 1023)"]),
         ({"max_tree_nodes": -5}, ["max_tree_nodes -5"]),
         ({"max_seq_len": 257}, ["257", "max_position_embeddings 256"]),
         ({"max_seq_len": 1}, ["max_seq_len 1"]),
@@ -543,3 +544,11 @@ def test_the_builder_is_imported_and_an_engine_read_without_heavy_libraries(copy
         [sys.executable, "-c", script, str(copy / "engine")], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_force_through_a_symbolic_link_replaces_what_it_names(copy: Path) -> None:
+    build(copy)
+    (copy / "link").symlink_to(copy / "engine")
+    build(copy, "link", force=True, max_tree_nodes=7)
+    assert (copy / "link").is_symlink()
+    assert Manifest.load(copy / "engine").limits.max_tree_nodes == 7

@@ -126,7 +126,7 @@ def test_build_then_inspect(ddtree, tiny_pair: tuple[Path, Path], tmp_path: Path
         (["--temperature", "-1"], "temperature -1.0 is out of range (use 0 or more)"),
         (["--top-p", "0"], "top_p 0 keeps no token (use a value above 0, 1 turns the filter off)"),
         (["--seed", "-4"], f"seed -4 is out of range (use 0 to {2**64 - 1})"),
-        (["--threads", "0"], "threads 0 is out of range (use 1 or more)"),
+        (["--threads", "0"], f"threads 0 is out of range (use 1 to {os.cpu_count()}, the cores of this machine)"),
         (["--file", "there"], "a prompt and --file were given (give one)"),
         (["--draft", "there"], "--engine has its models inside (leave --target and --draft out)"),
         (
