@@ -53,12 +53,9 @@ class Graph:
 
     def op(self, op_type: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         """Place a node with one output, which gets ``name`` or one made from the scope; returns that name."""
-        return self.ops(op_type, *inputs, names=[name or f"{self.scope}{op_type}_{len(self._nodes)}"], **attributes)[0]
-
-    def ops(self, op_type: str, *inputs: str, names: list[str], **attributes: Any) -> list[str]:
-        """Place a node whose outputs have ``names``."""
-        self._nodes.append(helper.make_node(op_type, inputs, names, name=names[0], **attributes))
-        return names
+        name = name or f"{self.scope}{op_type}_{len(self._nodes)}"
+        self._nodes.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
+        return name
 
     def model(self) -> ModelProto:
         """The finished model. Its weights must have been written."""

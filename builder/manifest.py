@@ -96,6 +96,11 @@ class Manifest:
     versions: dict[str, str]  # of ddtree and the libraries that built it
     notes: tuple[str, ...]  # what the person who built it should know
 
+    @property
+    def feature_width(self) -> int:
+        """Columns of the context features: one hidden state for each of target_layer_ids; 0 without a drafter."""
+        return len(self.draft.target_layer_ids) * self.target.hidden_size if self.draft else 0
+
     @classmethod
     def load(cls, directory: Path | str) -> "Manifest":
         """Read the manifest and check that every file is there with its size.

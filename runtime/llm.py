@@ -174,8 +174,7 @@ class LLM:
             self.engine.reset(slots)
             draft = self.manifest.draft
             rows = draft.max_depth + 1 if draft else 0
-            width = len(draft.target_layer_ids) * self.manifest.target.hidden_size if draft else 0
-            batch = Batch(slots, rows, width, self.engine.dtype)
+            batch = Batch(slots, rows, self.manifest.feature_width, self.engine.dtype)
             while waiting or len(batch):
                 with torch.inference_mode():
                     if waiting and len(batch) < slots:

@@ -131,7 +131,6 @@ class OnnxRuntimeEngine:
         self._draft = None
         if draft is not None:
             self._draft = _Model(directory / DRAFT_GRAPH, draft, 1 if small_draft else threads, spin=False)
-        self._features_width = len(draft.target_layer_ids) * target.hidden_size if draft is not None else 0
         self.draft_to_target = None
         if draft is not None and draft.draft_to_target is not None:
             self.draft_to_target = torch.from_numpy(np.load(directory / draft.draft_to_target))
@@ -204,7 +203,7 @@ class OnnxRuntimeEngine:
         (batch, seq), rows = input_ids.shape, logit_rows.shape[1]
         outputs = {"logits": (batch, rows, self.manifest.target.vocab_size)}
         if self._draft is not None:
-            outputs["context_features"] = (batch, seq, self._features_width)
+            outputs["context_features"] = (batch, seq, self.manifest.feature_width)
         self._target.run(
             first,
             {

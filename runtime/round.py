@@ -135,7 +135,7 @@ def _windows(model: TargetInfo | DraftInfo) -> list[int | None]:
 
 
 def _causal(draft: DraftInfo) -> list[bool]:
-    """Whether a block row sees later rows of the block, for each of ``_windows``."""
+    """Whether later rows of the block are hidden from a block row, for each of ``_windows``."""
     return (
         [draft.causal, draft.window_causal]
         if draft.sliding_mask
