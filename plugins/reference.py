@@ -407,15 +407,15 @@ def verify_tree(
         node = 0
         path: list[int] = []
         tokens: list[int] = []
-        token_logprobs: list[float] = []
         for depth in range(outputs):
             row = _row(logits, slot, node)  # [vocab]
-            if not math.isfinite(row.max()):  # NaN, all -inf, or a +inf, which has no softmax either
+            likeliest = int(row.argmax())  # the first NaN, if there is one
+            if not math.isfinite(row[likeliest]):  # or all -inf, or a +inf, which has no softmax either
                 status[slot] = 1
                 break
             allowed = row if token_bitmask is None else _masked(row, token_bitmask[slot, node])
             if greedy:
-                token = int(allowed.argmax())
+                token = likeliest if token_bitmask is None else int(allowed.argmax())
                 if allowed[token] == -np.inf:
                     status[slot] = 2
                     break
@@ -436,7 +436,6 @@ def verify_tree(
                     token, child = target_only_draw(weights, candidates, coin, final, threshold_single, threshold_acc)
             path.append(node)
             tokens.append(token)
-            token_logprobs.append(_log_prob(row, token))
             if child < 0:
                 break
             node = child
@@ -444,7 +443,7 @@ def verify_tree(
             accepted_nodes[slot, : len(path)] = path
             accepted_count[slot] = len(path) - 1
             output_ids[slot, : len(path)] = tokens
-            logprobs[slot, : len(path)] = token_logprobs
+            logprobs[slot, : len(path)] = _log_probs(logits, slot, path, tokens)
     return Verified(*(torch.from_numpy(a) for a in (accepted_nodes, accepted_count, output_ids, logprobs, status)))
 
 
@@ -452,12 +451,12 @@ class _Children:
     """The children of a slot's nodes. Padding is cut off before: it is no node, whatever it holds."""
 
     def __init__(self, token_ids: NDArray, parents: NDArray, next_token: NDArray, next_sibling: NDArray) -> None:
-        self.token_ids, self.parents = token_ids, parents  # [node_count]
-        self.next_token, self.next_sibling = next_token, next_sibling
+        self.token_ids, self.next_token, self.next_sibling = token_ids, next_token, next_sibling  # [node_count]
+        self.edges = (parents.astype(np.int64) << 32) | token_ids  # one number for parent and token
 
     def carrying(self, node: int, token: int) -> int:
         """The child of ``node`` with ``token``, -1 if there is none."""
-        found = ((self.parents == node) & (self.token_ids == token)).nonzero()[0]
+        found = (self.edges == (node << 32 | token)).nonzero()[0]
         return int(found[0]) if found.size else -1
 
     def of(self, node: int) -> list[tuple[int, int]]:
@@ -477,9 +476,16 @@ def _row(logits: Tensor, slot: int, node: int) -> NDArray:
     return logits[slot, node].float().numpy()
 
 
-def _log_prob(row: NDArray, token: int) -> float:
-    largest = row.max()
-    return float(row[token] - largest) - math.log(np.exp(row - largest).sum())
+def _log_probs(logits: Tensor, slot: int, path: list[int], tokens: list[int]) -> NDArray:
+    """Log-softmax of the rows in ``path`` at ``tokens``; long rows one at a time, short ones together."""
+    at_once = max(1, _FEW_IN_ROW // logits.shape[2])
+    found = []
+    for start in range(0, len(path), at_once):
+        rows = logits[slot, path[start : start + at_once]].float().numpy()
+        less = rows - rows.max(1, keepdims=True)
+        chosen = less[np.arange(len(rows)), tokens[start : start + at_once]]
+        found.append(chosen - np.log(np.exp(less).sum(1)))
+    return np.concatenate(found)
 
 
 def _masked(row: NDArray, words: Tensor) -> NDArray:

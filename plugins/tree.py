@@ -90,6 +90,35 @@ def root_tree(root_token_ids: Tensor, *, max_depth: int = 0) -> DraftTree:
     )
 
 
+def first_nodes(tree: DraftTree, count: int) -> DraftTree:
+    """The same trees with their first ``count`` draft nodes only: what ``build_tree`` gives for that budget (without
+    keep_chain). A tree of fewer nodes stays as it is.
+
+    Raises:
+        ValueError: ``count`` is negative or the trees are not so wide.
+    """
+    width = tree.token_ids.shape[1]
+    if not 0 <= count < width:
+        raise ValueError(f"count {count} of draft nodes is out of range (the trees have 0 to {width - 1})")
+    kept = count + 1
+
+    def links(of: Tensor) -> Tensor:
+        cut = of[:, :kept]
+        return cut.masked_fill(cut >= kept, -1)
+
+    return DraftTree(
+        token_ids=tree.token_ids[:, :kept],
+        parents=tree.parents[:, :kept],
+        depths=tree.depths[:, :kept],
+        node_logws=tree.node_logws[:, :kept],
+        node_count=tree.node_count.clamp(max=kept),
+        next_token=links(tree.next_token),
+        next_sibling=links(tree.next_sibling),
+        ancestor_mask=tree.ancestor_mask[:, :kept, : (kept + 31) // 32],
+        max_depth=tree.max_depth,
+    )
+
+
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raises a one-line error unless ``tensor`` has this shape (None: any size) and one of these dtypes (none: any)."""
     have = tensor.shape

@@ -73,11 +73,20 @@ class Batch:
         self._seed[slot] = request.seed - (1 << 64) if request.seed >> 63 else request.seed  # uint64 bits in an int64
         return slot
 
+    @property
+    def features_full(self) -> bool:
+        """Whether a sequence has no room for another token's context features."""
+        return int(self.feature_counts.max()) == self._features.shape[1]
+
+    def append_features(self, features: torch.Tensor) -> None:
+        """Keep the context features of the roots, [batch, 1, layers*hidden], for the drafter's next pass."""
+        self.features[torch.arange(len(self)), self.feature_counts] = features[:, 0]
+
     def advance(self, verified: Verified) -> None:
         """Move past the root and the accepted path; the bonus token is the next root."""
         committed = verified.accepted_count + 1  # int32 [batch]
         self.past.add_(committed)
-        self.feature_counts.copy_(committed)
+        self.feature_counts.add_(committed)
         bonus = verified.output_ids.gather(1, verified.accepted_count.long()[:, None])  # [batch, 1]
         self.root_token_ids.copy_(bonus[:, 0])
 

@@ -39,7 +39,8 @@ def app() -> None:
 @_target
 @_draft
 @click.option("--method", type=str, help="ddtree (a draft tree), chain (the drafter's chain) or ar (plain decoding).")
-@click.option("--budget", type=int, help="Draft nodes of a tree, root excluded.  [default: 16]")
+@click.option("--budget", type=int, help="The most draft nodes of a tree, root excluded.  [default: 16]")
+@click.option("--adaptive/--whole-trees", default=True, help="Cut trees, or leave drafts out, where it saves time.")
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0 keeps all.")
 @click.option("--top-p", type=float, default=1.0, help="Keep the smallest set with this mass; 1 keeps all.")
@@ -59,6 +60,7 @@ def generate(
     draft: Path | None,
     method: str | None,
     budget: int | None,
+    adaptive: bool,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -83,7 +85,14 @@ def generate(
     text = _sample_prompt() if given is None else given
     if engine is not None:
         Manifest.load(engine)  # LLM would take a checkpoint, too
-    llm = LLM(engine or target, speculative_model=draft, method=method, budget=budget, threads=threads)  # type: ignore[arg-type]
+    llm = LLM(
+        engine or target,
+        speculative_model=draft,
+        method=method,  # type: ignore[arg-type]
+        budget=budget,
+        adaptive=adaptive,
+        threads=threads,
+    )
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )

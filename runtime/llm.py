@@ -20,6 +20,7 @@ from ddtree.runtime.detokenizer import Detokenizer
 from ddtree.runtime.engine import open_engine
 from ddtree.runtime.engine_cache import cached_engine, demo_pair
 from ddtree.runtime.errors import EngineError, RequestError
+from ddtree.runtime.pacing import CostAwarePacing, RoundSeconds, measure_rounds
 from ddtree.runtime.request import CompletionOutput, Request, RequestOutput
 from ddtree.runtime.round import METHODS, Method, decode_round, prefill
 from ddtree.runtime.sampling_params import SamplingParams
@@ -44,12 +45,14 @@ class LLM:
         method: "ddtree" (the tree), "chain" (the same drafter's chain, as DFlash), or "ar" (plain decoding). All three
             write the same text.
         budget: the most draft nodes of a tree, root excluded.
+        adaptive: verify fewer nodes, and do without a draft, where more would cost time; the first call of the method
+            "ddtree" then times some rounds (0.1 s with a small model). Else every round has a tree of ``budget`` nodes.
         threads: threads of a pass; None leaves it to the engine.
 
     An LLM serves one call at a time: a second one, from another thread or while a stream is open, is refused.
 
     Attributes:
-        method, budget: may be set between calls.
+        method, budget, adaptive: may be set between calls.
         on_round: called after each round with its DraftTree and Verified.
 
     Raises:
@@ -64,6 +67,7 @@ class LLM:
         speculative_model: str | Path | None = None,
         method: Method | None = None,
         budget: int | None = None,
+        adaptive: bool = True,
         threads: int | None = None,
     ):
         directory = _engine_directory(model, speculative_model)
@@ -72,10 +76,12 @@ class LLM:
         self.tokenizer = _tokenizer(directory / TOKENIZER)
         self.method: Method = method or ("ddtree" if self.manifest.draft else "ar")
         self.budget = min(DEFAULT_BUDGET, self.manifest.limits.max_tree_nodes) if budget is None else budget
+        self.adaptive = adaptive
         self._check_method()
         self.on_round: Callable[[DraftTree, Verified], None] | None = None
         self._next_request_id = 0
         self._serving = threading.Lock()
+        self._round_seconds: dict[int, RoundSeconds] = {}  # by budget
 
     @overload
     def generate(self, prompts: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput: ...
@@ -171,6 +177,7 @@ class LLM:
         try:
             waiting = deque(requests)
             slots = min(len(requests), self.manifest.limits.max_batch_size)
+            pacing = self._pacing(slots) if self.adaptive and method == "ddtree" and budget > 0 else None
             self.engine.reset(slots)
             draft = self.manifest.draft
             rows = draft.max_depth + 1 if draft else 0
@@ -179,12 +186,17 @@ class LLM:
                 with torch.inference_mode():
                     if waiting and len(batch) < slots:
                         self._admit(batch, waiting.popleft(), method)
+                        if pacing is not None:
+                            pacing.add(len(batch) - 1)
                     else:
-                        self._decode(batch, method, budget)
+                        self._decode(batch, method, budget, pacing)
                     for slot in reversed(range(len(batch))):
                         request = batch.requests[slot]
                         if request.finished:
-                            self.engine.release(slot, batch.remove(slot), zero=request.error is not None)
+                            last = batch.remove(slot)
+                            self.engine.release(slot, last, zero=request.error is not None)
+                            if pacing is not None:
+                                pacing.remove(slot, last)
                 yield
         finally:
             self._serving.release()
@@ -195,10 +207,19 @@ class LLM:
         _emit(request, verified, 0, len(request.prompt_token_ids))
         request.statistics.prefill_seconds = time.perf_counter() - start
 
-    def _decode(self, batch: Batch, method: Method, budget: int) -> None:
+    def _pacing(self, slots: int) -> CostAwarePacing:
+        draft = self.manifest.draft
+        assert draft is not None
+        if self.budget not in self._round_seconds:
+            self._round_seconds[self.budget] = measure_rounds(self.engine, self.budget)
+        return CostAwarePacing(self._round_seconds[self.budget], slots, draft.max_depth)
+
+    def _decode(self, batch: Batch, method: Method, budget: int, pacing: CostAwarePacing | None) -> None:
         start = time.perf_counter()
         positions = (batch.past + 1).tolist()
-        tree, verified = decode_round(self.engine, batch, method, budget)
+        tree, verified = decode_round(self.engine, batch, method, budget, pacing)
+        if pacing is not None:
+            pacing.learn(verified, tree.token_ids.shape[1] - 1)
         for slot, request in enumerate(batch.requests):
             request.statistics.rounds += 1
             request.statistics.accepted_tokens += int(verified.accepted_count[slot])

@@ -1,12 +1,12 @@
 """One round of tree speculative decoding (DDTree, arXiv 2604.12989), and the prompt pass before the first round."""
 
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from ddtree.builder.manifest import DraftInfo, TargetInfo
 from ddtree.plugins import ops
-from ddtree.plugins.tree import DraftTree, Verified
+from ddtree.plugins.tree import DraftTree, Verified, first_nodes
 from ddtree.runtime.batch import Batch
 from ddtree.runtime.engine import Engine
 from ddtree.runtime.masks import causal_mask, draft_mask
@@ -16,17 +16,30 @@ METHODS: tuple[str, ...] = get_args(Method)
 PREFILL_CHUNK = 256  # prompt rows of one pass
 
 
-def decode_round(engine: Engine, batch: Batch, method: Method, budget: int) -> tuple[DraftTree, Verified]:
+class Pacing(Protocol):
+    """Decides how much of a draft a round takes."""
+
+    def drafts(self, *, forced: bool) -> bool:
+        """Whether the round begins with a draft; it does if ``forced``."""
+
+    def nodes(self, tree: DraftTree) -> int:
+        """How many of the tree's draft nodes to verify."""
+
+
+def decode_round(
+    engine: Engine, batch: Batch, method: Method, budget: int, pacing: Pacing | None = None
+) -> tuple[DraftTree, Verified]:
     """Advance every sequence of the batch by its accepted path and the bonus token.
 
     ``ddtree`` drafts a tree of ``budget`` nodes, ``chain`` the drafter's likeliest token of each depth (DFlash,
-    arXiv 2602.06036), ``ar`` nothing: the root alone, which is plain autoregressive decoding.
+    arXiv 2602.06036), ``ar`` nothing: the root alone, which is plain autoregressive decoding. With ``pacing`` a tree is
+    cut to its first nodes, and a round may go without a draft if the drafter can wait for its context features.
     """
     roots, past = batch.root_token_ids, batch.past  # int32 [batch], int64 [batch]
 
     # draft: context features, root -> draft_logits
     draft_logits = None  # [batch, D, draft vocabulary]
-    if method != "ar":
+    if method != "ar" and (pacing is None or pacing.drafts(forced=batch.features_full)):
         context = past - batch.feature_counts
         width = int(batch.feature_counts.max())  # rows beyond it are padding in every slot
         draft_logits = _draft_pass(engine, 0, batch.features[:, :width], context, batch.feature_counts, roots)
@@ -42,6 +55,8 @@ def decode_round(engine: Engine, batch: Batch, method: Method, budget: int) -> t
             mode="tree" if method == "ddtree" else "chain",
             draft_to_target=engine.draft_to_target,
         )
+        if pacing is not None:
+            tree = first_nodes(tree, pacing.nodes(tree))
     nodes = tree.token_ids.shape[1]
     engine.reserve_target(int(past.max()) + nodes)
     encoded = [
@@ -59,6 +74,9 @@ def decode_round(engine: Engine, batch: Batch, method: Method, budget: int) -> t
     ops.commit(engine.target_caches(len(batch)), past, verified)
     if draft_logits is not None:
         batch.features.copy_(ops.gather_features(features, verified))
+        batch.feature_counts.zero_()
+    elif method != "ar":
+        batch.append_features(features)
     batch.advance(verified)
     return tree, verified
 

@@ -34,13 +34,14 @@ def test_held_out_prompts_get_the_same_text_from_every_method(demo_llm: LLM, tem
     demo_llm.method = "ar"
     expected = [output.outputs[0].token_ids for output in demo_llm.generate(prompts, params)]
     rounds = {}
-    for demo_llm.method, demo_llm.budget in [("chain", 0), ("ddtree", 8), ("ddtree", 64)]:
+    runs = [("chain", 0, False), ("ddtree", 8, False), ("ddtree", 64, False), ("ddtree", 64, True)]
+    for demo_llm.method, demo_llm.budget, demo_llm.adaptive in runs:
         outputs = demo_llm.generate(prompts, params)
         assert [output.outputs[0].token_ids for output in outputs] == expected
-        rounds[demo_llm.method, demo_llm.budget] = sum(output.statistics.rounds for output in outputs)
-    # A tree of 64 nodes that holds the likeliest prefixes needs fewer rounds than the chain, and the chain fewer than
-    # plain decoding; these are counts, not times.
-    assert rounds["ddtree", 64] < rounds["chain", 0] < 63 * len(prompts) / 1.5
+        rounds[demo_llm.method, demo_llm.budget, demo_llm.adaptive] = sum(o.statistics.rounds for o in outputs)
+    # Whole trees of 64 nodes need fewer rounds than the chain, and the chain fewer than plain decoding; these are
+    # counts, not times.
+    assert rounds["ddtree", 64, False] < rounds["chain", 0, False] < 63 * len(prompts) / 1.5
 
 
 def test_the_engine_is_built_once_and_again_if_it_is_damaged(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
