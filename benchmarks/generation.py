@@ -22,6 +22,7 @@ from rich.table import Table
 
 from ddtree.demo.prompts import KINDS, held_out_prompts
 from ddtree.runtime import LLM, SamplingParams
+from ddtree.runtime.round import Method
 
 NGRAM = 12
 BOOTSTRAP = 2000
@@ -42,12 +43,21 @@ class Run:
         return len(set(grams)) < len(grams)
 
 
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    method: Method
+    budget: int = 0
+    adaptive: bool = False
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--prompts", default=10, help="Prompts of each kind.")
 @click.option("--max-tokens", default=96, help="Tokens of each output.")
 @click.option("--repeats", default=5, help="Runs of each prompt and method; the fastest counts.")
 @click.option("--temperature", type=float, multiple=True, default=(0.0, 0.8), help="May be given several times.")
-@click.option("--budget", type=int, multiple=True, default=(8, 16, 32), help="May be given several times.")
+@click.option("--budget", type=int, multiple=True, default=(8, 16, 32), help="Whole trees; may be given several times.")
+@click.option("--most", type=int, multiple=True, default=(16, 32), help="Adaptive trees; may be given several times.")
 @click.option("--threads", type=int, help="Threads of a pass.")
 def main(
     prompts: int,
@@ -55,25 +65,31 @@ def main(
     repeats: int,
     temperature: tuple[float, ...],
     budget: tuple[int, ...],
+    most: tuple[int, ...],
     threads: int | None,
 ) -> None:
     """Measure chain and tree against plain decoding."""
     console = Console(highlight=False, width=150)
     llm = LLM(threads=threads)
     texts = [(kind, text) for kind in KINDS for text in held_out_prompts(kind, prompts, seed=0)]
-    settings = [("ar", 0), ("chain", 0), *(("ddtree", b) for b in budget)]
+    settings = [
+        Setting("ar", "ar"),
+        Setting("chain", "chain"),
+        *(Setting(f"ddtree {b}, whole", "ddtree", b) for b in budget),
+        *(Setting(f"ddtree {b}, adaptive", "ddtree", b, adaptive=True) for b in most),
+    ]
     console.print(_machine())
     console.print(
         f"{len(texts)} held-out prompts, {prompts} of each kind ({', '.join(KINDS)}), at most {max_tokens} tokens each"
     )
     for t in temperature:
-        runs: dict[tuple[str, int], list[Run]] = {setting: [] for setting in settings}
+        runs: dict[Setting, list[Run]] = {setting: [] for setting in settings}
         for index, (kind, text) in enumerate(track(texts, f"temperature {t}", console=Console(stderr=True))):
             params = SamplingParams(max_tokens=max_tokens, temperature=t, seed=index)
-            best: dict[tuple[str, int], Run] = {}
+            best: dict[Setting, Run] = {}
             for _ in range(repeats):
                 for setting in settings:
-                    llm.method, llm.budget = setting  # type: ignore[assignment]
+                    llm.method, llm.budget, llm.adaptive = setting.method, setting.budget, setting.adaptive
                     run = _run(llm, index, kind, text, params)
                     if setting not in best or run.seconds < best[setting].seconds:
                         best[setting] = run
@@ -89,16 +105,16 @@ def _run(llm: LLM, index: int, kind: str, text: str, params: SamplingParams) -> 
     return Run(index, kind, tuple(output.outputs[0].token_ids), seconds, stats.rounds, stats.accepted_tokens)
 
 
-def _table(temperature: float, runs: dict[tuple[str, int], list[Run]]) -> Table:
-    plain = runs["ar", 0]
+def _table(temperature: float, runs: dict[Setting, list[Run]]) -> Table:
+    plain = next(iter(runs.values()))
     looping = {run.prompt for run in plain if run.loops}
     table = Table(box=MARKDOWN, title=f"temperature {temperature}: {len(looping)} of {len(plain)} outputs loop")
-    for heading in ("method", "tokens/s", "acceptance length", "speed-up", "without loops", *KINDS, "same text"):
+    for heading in ("method", "tokens/s", "tokens a round", "speed-up", "without loops", *KINDS, "same text"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
-    for (method, budget), rows in runs.items():
+    for setting, rows in runs.items():
         same = sum(a.token_ids == b.token_ids for a, b in zip(plain, rows, strict=True))
         table.add_row(
-            f"{method} {budget}" if method == "ddtree" else method,
+            setting.name,
             f"{sum(len(r.token_ids) for r in rows) / sum(r.seconds for r in rows):.0f}",
             f"{sum(r.accepted + r.rounds for r in rows) / sum(r.rounds for r in rows):.2f}",
             _speed_up(plain, rows),

@@ -40,7 +40,8 @@ def main(
             params = SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed, ignore_eos=True)
             llm.method = "ar"
             plain = llm.generate(text, params).outputs[0].token_ids
-            for llm.method, llm.budget in [("chain", 0), *(("ddtree", b) for b in budget)]:
+            whole = [("ddtree", b, False) for b in budget]
+            for llm.method, llm.budget, llm.adaptive in [("chain", 0, False), *whole, ("ddtree", budget[0], True)]:
                 written = llm.generate(text, params).outputs[0].token_ids
                 compared += 1
                 tokens += len(plain)
