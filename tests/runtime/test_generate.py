@@ -106,11 +106,22 @@ def test_a_prompt_longer_than_a_chunk_gives_the_same_drafts(tiny_llm: LLM, monke
         assert trees() == whole
 
 
+def test_a_cache_is_at_most_a_quarter_too_long_and_takes_four_steps_to_double(tiny_llm: LLM) -> None:
+    engine, lengths = tiny_llm.engine, set()
+    for length in range(1, 2050):
+        engine.reset(1)
+        engine.reserve_target(length)
+        lengths.add(engine.target_cache_length)
+        assert length <= engine.target_cache_length <= max(128, 1.25 * length)
+    assert sorted(lengths)[:6] == [128, 160, 192, 224, 256, 320]
+    assert len(lengths) == 1 + 4 * 4 + 1  # 128, four for each octave to 2048, and one beyond
+
+
 def test_caches_grow_while_a_text_is_written(tiny_llm: LLM) -> None:
     """A text that crosses several cache sizes is the text of an engine whose caches were long from the start."""
     params = SamplingParams(max_tokens=600, **FREE)
     grown = tiny_llm.generate(PROMPT, params).outputs[0].token_ids
-    assert tiny_llm.engine.target_cache_length == 1024
+    assert 600 <= tiny_llm.engine.target_cache_length <= 1.25 * 620
     stream = tiny_llm.stream(PROMPT, params)
     first = next(stream)
     assert tiny_llm.engine.target_cache_length == 128  # a new request does not pay for the last one's length
