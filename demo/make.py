@@ -54,7 +54,7 @@ def make(recipe: Recipe, work: Path, console: Console) -> Path:
 
     if not (pair / "target").exists():
         with _Step("target", work, console) as report:
-            target = train_target(recipe, tokenizer, work / "target.pt", report)
+            target = train_target(recipe, tokenizer, work / "target", report)
             export_target(target, pair / "target.partial")
             save_tokenizer(tokenizer, pair / "target.partial", recipe.target.max_positions)
             assert_equals_transformers(recipe.target, layer_ids, pair / "target.partial")

@@ -1,7 +1,7 @@
 """What the drafter learns from: text that the target wrote itself, with the target's hidden states.
 
-A row is a series of prompt and continuation: 48 tokens of training text, then up to 144 tokens of the target's own (or
-up to its end token), then the next prompt. Every other row is greedy, the rest is sampled. Rows advance in step, so
+A row is a series of prompt and continuation: some tokens of training text, then up to 144 of the target's own (or up to
+its end token), then the next prompt. Every other row is greedy, the rest is sampled. Rows advance in step, so
 one batch needs no padding and no mask.
 """
 
@@ -43,7 +43,7 @@ def write_own_text(recipe: Recipe, target: Target, tokenizer: Tokenizer, directo
 
             def next_prompt(row: int, rng: np.random.Generator = rng) -> list[int]:
                 pool = prompts[row // 2 % len(prompts)]  # so that each pool has greedy and sampled rows
-                return pool[rng.integers(len(pool))].tolist()
+                return pool[rng.integers(len(pool)), : rng.integers(*recipe.prompt_tokens, endpoint=True)].tolist()
 
             _save(path, write_batch(recipe, target, next_prompt, size.rows, size.length, int(rng.integers(2**62))))
         tokens = sum(s.rows * s.length for s, _ in todo[: done + 1])
@@ -56,9 +56,9 @@ def read_own_text(recipe: Recipe, directory: Path) -> list[list[Batch]]:
 
 
 def training_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Prompts of each kind from training text, uint16 [count, prompt_tokens]: pieces of the standard library that
-    begin with a line, and the beginnings of generated documents. The library comes twice: it is the harder half."""
-    count = recipe.prompt_tokens
+    """Prompts of each kind from training text, uint16 [count, prompt_tokens[1]]: pieces of the standard library that
+    begin with a line, and the beginnings of generated documents. The library is half: it is the harder kind."""
+    count = recipe.prompt_tokens[1]
     library = token_stream(tokenizer, stdlib_texts(held_out=False))
     breaks = np.array([token.startswith("Ċ") for token in _vocabulary(tokenizer)])  # tokens that begin a new line
     starts = np.flatnonzero(breaks[library[:-count]])
@@ -69,7 +69,7 @@ def training_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[np.ndarray]:
     starts = np.flatnonzero(generated[:-count] == END_ID) + 1
     generated_prompts = np.stack([generated[start : start + count] for start in starts])
     generated_prompts = generated_prompts[~(generated_prompts == END_ID).any(1)]
-    return [library_prompts, library_prompts] + [generated_prompts] * len(GENERATED_KINDS)
+    return [library_prompts] * len(GENERATED_KINDS) + [generated_prompts] * len(GENERATED_KINDS)
 
 
 @torch.no_grad()

@@ -10,11 +10,11 @@ END_ID, MASK_ID = 0, 1
 class TargetShape:
     """A dense Qwen3 model with tied embeddings."""
 
-    vocab_size: int = 3072
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    layers: int = 12
-    heads: int = 6
+    vocab_size: int = 1024
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    layers: int = 24
+    heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
     rope_theta: float = 10_000.0
@@ -26,9 +26,9 @@ class TargetShape:
 class DrafterShape:
     """A DFlash drafter. Width, heads, vocabulary, embedding and head are the target's."""
 
-    layers: int = 2
+    layers: int = 3
     block_size: int = 16  # the anchor and 15 masks: 15 draft depths
-    target_layer_ids: tuple[int, ...] = (1, 4, 7, 10)  # outputs of these target layers are the context features
+    target_layer_ids: tuple[int, ...] = (1, 6, 11, 16, 21)  # outputs of these target layers are the context features
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,18 @@ class Phase:
     steps: int
     rows: int
     length: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The target at `layers` layers. A stage begins with the layers of the one before, repeated in order."""
+
+    layers: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
 
 
 @dataclass(frozen=True)
@@ -59,23 +71,25 @@ class Recipe:
     drafter: DrafterShape = field(default_factory=DrafterShape)
 
     documents: int = 15_000  # generated documents of each of the three kinds
-    target_cycles: tuple[tuple[Phase, ...], ...] = (
-        (Phase(920, 16, 256), Phase(100, 4, 1024)),
-        (Phase(360, 16, 256), Phase(40, 4, 1024)),
+    # Most of the training is done while the target is shallow and a step is cheap (stacking, arXiv 2405.15319).
+    target_stages: tuple[Stage, ...] = (
+        Stage(6, (Phase(1200, 16, 256),)),
+        Stage(12, (Phase(850, 16, 256),)),
+        Stage(24, (Phase(640, 16, 256), Phase(80, 4, 1024))),
     )
-    target_rate: float = 4e-3  # at the peak; each cycle rises to it and falls to zero again (arXiv 1608.03983)
+    target_rate: float = 4e-3
 
-    own_text: tuple[Rows, Rows] = (Rows(14, 128, 256), Rows(2, 64, 1024))
-    prompt_tokens: int = 48
+    own_text: tuple[Rows, Rows] = (Rows(5, 512, 256), Rows(1, 256, 1024))
+    prompt_tokens: tuple[int, int] = (12, 64)  # the fewest and the most
     continuation_tokens: int = 144
     temperature: float = 0.8  # of every other row; the rest is greedy
 
-    drafter_cycles: tuple[int, ...] = (1800, 1800)  # steps; every eighth takes the long rows of own_text
+    drafter_steps: int = 5000  # every eighth takes the long rows of own_text
     drafter_anchors: int = 384  # blocks of one step
     drafter_rate: float = 5e-3
     loss_decay: float = 7.0  # depth k weighs exp(-(k - 1) / loss_decay)
 
     warmup_steps: int = 50
-    decay_fraction: float = 0.7  # the rate falls to zero over this last part of the steps (of a cycle)
+    decay_fraction: float = 0.7  # the rate falls to zero over this last part of the steps (of the last stage)
     compile: bool = True
     bfloat16: bool = True  # matrix products of the training steps; weights and sums stay float32

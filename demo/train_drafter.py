@@ -11,7 +11,7 @@ from ddtree.demo.drafter import Drafter
 from ddtree.demo.own_text import Batch, read_own_text
 from ddtree.demo.recipe import Recipe
 from ddtree.demo.target import Target
-from ddtree.demo.training import Report, train
+from ddtree.demo.training import Report, learning_rates, train
 
 _TOKENS_PER_STEP = 2048  # rows of one step = this / their length
 _LONG_EVERY = 8  # every eighth step takes the long rows
@@ -36,8 +36,7 @@ def train_drafter(recipe: Recipe, target: Target, own_text: Path, checkpoint: Pa
     train(
         drafter,
         loss_of_step,
-        cycles=recipe.drafter_cycles,
-        rate=recipe.drafter_rate,
+        rates=learning_rates(recipe.drafter_steps, recipe.drafter_rate, recipe),
         recipe=recipe,
         checkpoint=checkpoint,
         report=report,

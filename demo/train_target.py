@@ -1,5 +1,6 @@
 """Trains the target on equal parts of standard library and generated text."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,39 +10,55 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddtree.demo.corpus import generated_texts, stdlib_texts
-from ddtree.demo.recipe import END_ID, Phase, Recipe
+from ddtree.demo.recipe import END_ID, Phase, Recipe, TargetShape
 from ddtree.demo.target import Target
-from ddtree.demo.training import Report, train
+from ddtree.demo.training import Report, learning_rates, train
 
 
-def train_target(recipe: Recipe, tokenizer: Tokenizer, checkpoint: Path, report: Report) -> Target:
-    """The trained target in float32. Goes on from `checkpoint` where there is one."""
+def train_target(recipe: Recipe, tokenizer: Tokenizer, checkpoints: Path, report: Report) -> Target:
+    """The trained target in float32. Goes on from the files in `checkpoints`, one a stage, where there are any."""
     library = token_stream(tokenizer, stdlib_texts(held_out=False))
     generated = token_stream(tokenizer, generated_texts(recipe.documents, held_out=False))
     rng = np.random.default_rng(recipe.seed)
-    batches = [
-        batch for cycle in recipe.target_cycles for phase in cycle for batch in _batches(library, generated, phase, rng)
-    ]
     torch.manual_seed(recipe.seed)
-    target = Target(recipe.target)
+    target = Target(replace(recipe.target, layers=0))
+    for stage in recipe.target_stages:
+        target = grow(target, replace(recipe.target, layers=stage.layers))
+        if recipe.compile:  # the layers one by one: they share one compilation
+            for layer in target.layers:
+                layer.compile(dynamic=False)
+        batches = [batch for phase in stage.phases for batch in _batches(library, generated, phase, rng)]
 
-    def loss(ids: Tensor) -> Tensor:  # ids [rows, length + 1]
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
-            hidden, _ = target(ids[:, :-1])
-            logits = target.logits(hidden)
-        return functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        def loss_of_step(step: int, target: Target = target, batches: list = batches) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
+                return next_token_loss(target, torch.from_numpy(batches[step]()))
 
-    compiled = torch.compile(loss, dynamic=False, disable=not recipe.compile)
-    train(
-        target,
-        lambda step: compiled(torch.from_numpy(batches[step]())),
-        cycles=[sum(phase.steps for phase in cycle) for cycle in recipe.target_cycles],
-        rate=recipe.target_rate,
-        recipe=recipe,
-        checkpoint=checkpoint,
-        report=report,
-    )
+        train(
+            target,
+            loss_of_step,
+            rates=learning_rates(stage.steps, recipe.target_rate, recipe, falls=stage is recipe.target_stages[-1]),
+            recipe=recipe,
+            checkpoint=checkpoints / f"{stage.layers}-layers.pt",
+            report=lambda done, steps, note, layers=stage.layers: report(done, steps, f"{layers} layers  {note}"),
+        )
     return target
+
+
+def next_token_loss(target: Target, ids: Tensor) -> Tensor:
+    """Cross entropy of each token of `ids` [rows, length + 1] after the first."""
+    hidden, _ = target(ids[:, :-1])
+    return functional.cross_entropy(target.logits(hidden).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def grow(target: Target, shape: TargetShape) -> Target:
+    """A target of `shape` whose layers repeat those of `target`, in order; new ones where `target` has none."""
+    grown = Target(shape)
+    if target.layers:
+        for index, layer in enumerate(grown.layers):
+            layer.load_state_dict(target.layers[index % len(target.layers)].state_dict())
+        grown.embed_tokens.load_state_dict(target.embed_tokens.state_dict())
+        grown.norm.load_state_dict(target.norm.state_dict())
+    return grown
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:

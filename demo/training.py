@@ -25,18 +25,16 @@ def train(
     model: nn.Module,
     loss_of_step: Callable[[int], Tensor],
     *,
-    cycles: Sequence[int],
-    rate: float,
+    rates: Sequence[float],
     recipe: Recipe,
     checkpoint: Path,
     report: Report,
 ) -> None:
     """Run the steps that `checkpoint` does not have yet. `loss_of_step(step)` is the loss on that step's batch.
 
-    Layer matrices are trained by Muon, the embedding and the norms by AdamW. The learning rate rises to `rate` and
-    falls to zero once in each of `cycles`, which are numbers of steps.
+    Layer matrices are trained by Muon, the embedding and the norms by AdamW, both at the learning rate that `rates`
+    has for the step.
     """
-    factors = [factor for steps in cycles for factor in _schedule(steps, recipe)]
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     product_dtype = torch.bfloat16 if recipe.bfloat16 else torch.float32
@@ -47,10 +45,10 @@ def train(
     first = _resume(checkpoint, model, optimisers)
     saved = time.monotonic()
     running = None
-    for step in range(first, len(factors)):
+    for step in range(first, len(rates)):
         for optimiser in optimisers:
             for group in optimiser.param_groups:
-                group["lr"] = rate * factors[step]
+                group["lr"] = rates[step]
         loss = loss_of_step(step)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -58,17 +56,17 @@ def train(
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         running = loss.item() if running is None else 0.95 * running + 0.05 * loss.item()
-        report(step + 1, len(factors), f"loss {running:.3f}")
+        report(step + 1, len(rates), f"loss {running:.3f}")
         if time.monotonic() - saved > CHECKPOINT_SECONDS:
             _save(checkpoint, model, optimisers, step + 1)
             saved = time.monotonic()
-    _save(checkpoint, model, optimisers, len(factors))
+    _save(checkpoint, model, optimisers, len(rates))
 
 
-def _schedule(steps: int, recipe: Recipe) -> list[float]:
-    """Fraction of the peak rate at each step: a linear rise, a plateau, a linear fall to zero."""
+def learning_rates(steps: int, peak: float, recipe: Recipe, *, falls: bool = True) -> list[float]:
+    """The rate of each step: a linear rise to `peak`, a plateau and, where it `falls`, a linear fall to zero."""
     rise, fall = recipe.warmup_steps, recipe.decay_fraction * steps
-    return [min(1.0, (step + 1) / rise, (steps - step) / fall) for step in range(steps)]
+    return [peak * min(1.0, (step + 1) / rise, (steps - step) / fall if falls else 1.0) for step in range(steps)]
 
 
 def _save(path: Path, model: nn.Module, optimisers: list, step: int) -> None:

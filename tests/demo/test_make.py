@@ -1,5 +1,6 @@
 """The whole pipeline at toy size: it runs, it resumes to the same bytes, and what it writes loads elsewhere."""
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,20 @@ from safetensors.torch import load_file
 from ddtree.demo import corpus, own_text, training
 from ddtree.demo import make as make_module
 from ddtree.demo.make import cpu_seconds, make
-from ddtree.demo.recipe import DrafterShape, Phase, Recipe, Rows, TargetShape
+from ddtree.demo.recipe import DrafterShape, Phase, Recipe, Rows, Stage, TargetShape
+from ddtree.demo.target import Target
+from ddtree.demo.train_target import grow
 
 TOY = replace(
     Recipe(),
-    target=TargetShape(vocab_size=400, hidden_size=32, intermediate_size=64, layers=3, heads=4, kv_heads=2, head_dim=8),
+    target=TargetShape(vocab_size=400, hidden_size=32, intermediate_size=64, layers=4, heads=4, kv_heads=2, head_dim=8),
     drafter=DrafterShape(layers=1, block_size=4, target_layer_ids=(0, 1)),
     documents=20,
-    target_cycles=((Phase(4, 4, 32), Phase(2, 2, 64)), (Phase(2, 4, 32),)),
+    target_stages=(Stage(2, (Phase(4, 4, 32),)), Stage(4, (Phase(2, 4, 32), Phase(2, 2, 64)))),
     own_text=(Rows(2, 64, 32), Rows(2, 32, 64)),
-    prompt_tokens=8,
+    prompt_tokens=(4, 8),
     continuation_tokens=12,
-    drafter_cycles=(6,),
+    drafter_steps=6,
     drafter_anchors=256,
     warmup_steps=2,
     threads=1,
@@ -53,7 +56,7 @@ def test_interrupted_at_every_stage_and_resumed_gives_the_same_pair(small_librar
 
     # Each stage fails once: after the checkpoint of its third step, or before its second batch is saved.
     save_checkpoint, save_batch = training._save, own_text._save
-    pending = {"target.pt", "drafter.pt", "32-001"}
+    pending = {"2-layers.pt", "4-layers.pt", "drafter.pt", "32-001"}
 
     def fails_after(path, model, optimisers, step):
         save_checkpoint(path, model, optimisers, step)
@@ -76,7 +79,7 @@ def test_interrupted_at_every_stage_and_resumed_gives_the_same_pair(small_librar
             break
         except InterruptedHereError:
             interruptions += 1
-    assert interruptions == 3
+    assert interruptions == 4
     assert resumed == whole
     assert set(cpu_seconds(tmp_path / "parts")) == {"tokenizer", "target", "own text", "drafter"}
 
@@ -106,9 +109,7 @@ def test_the_step_decides_the_batch_not_what_ran_before(monkeypatch, tmp_path):
                 return (model(x) - x.roll(1, 1)).pow(2).mean()
 
             with suppress(InterruptedHereError):
-                training.train(
-                    model, loss, cycles=[5, 4], rate=0.01, recipe=TOY, checkpoint=checkpoint, report=lambda *_: None
-                )
+                training.train(model, loss, rates=[0.01] * 9, recipe=TOY, checkpoint=checkpoint, report=lambda *_: None)
         return torch.load(checkpoint, weights_only=True)
 
     whole = run(tmp_path / "whole.pt", 9)
@@ -122,7 +123,27 @@ def test_the_exported_names_and_types(small_library, tmp_path):
     pair = make(TOY, tmp_path, Console(quiet=True))
     target, draft = (load_file(pair / part / "model.safetensors") for part in ("target", "draft"))
     assert {weight.dtype for weight in (*target.values(), *draft.values())} == {torch.float16}
-    assert "model.layers.2.self_attn.q_norm.weight" in target
+    assert "model.layers.3.self_attn.q_norm.weight" in target
     assert draft["fc.weight"].shape == (32, 2 * 32)
     assert "lm_head.weight" not in target
     assert not any("embed" in name for name in draft)
+
+
+def test_a_stage_begins_with_the_layers_of_the_one_before():
+    small, large = (Target(replace(TOY.target, layers=layers)) for layers in (2, 4))
+    for parameter in small.parameters():
+        torch.nn.init.normal_(parameter)
+    grown = grow(small, large.shape)
+    assert set(grown.state_dict()) == set(large.state_dict())
+    weights = dict(small.named_parameters())
+    for name, weight in grown.named_parameters():
+        old = re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) % 2}", name)
+        torch.testing.assert_close(weight, weights[old], rtol=0, atol=0)
+
+
+def test_rates_rise_stay_and_fall():
+    rates = training.learning_rates(20, 3.0, TOY)  # 2 steps of warm-up, the last 14 fall
+    assert rates[:2] == [1.5, 3.0]
+    assert rates[2:7] == [3.0] * 5
+    assert rates[-1] == pytest.approx(3.0 / 14)
+    assert training.learning_rates(20, 3.0, TOY, falls=False) == [1.5, *[3.0] * 19]
