@@ -42,7 +42,7 @@ $(VENV)/.core: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(PIP) -e ".[test]" "$(TORCH)"
+	$(PIP) -e ".[test,cuda,rtx]" "$(TORCH)"
 	touch $@
 
 clean:

@@ -70,6 +70,11 @@ class Checkpoint:
             raise BuildError(f"{role} checkpoint {directory} is not a directory (give a Hugging Face model directory)")
         if not (directory / "config.json").is_file():
             raise BuildError(f"{role} checkpoint {directory} has no config.json (give a Hugging Face model directory)")
+        if (directory / "hf_quant_config.json").is_file():  # NVIDIA ModelOpt's, which leaves config.json as it was
+            raise BuildError(
+                f"{role} checkpoint {directory} is quantized (hf_quant_config.json), and the graphs multiply plain "
+                "floats only (use the float16, bfloat16 or float32 checkpoint)"
+            )
         generation = directory / "generation_config.json"
         return cls(
             directory=directory,
@@ -155,7 +160,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _stored_tensor(file: Path, data_start: int, entry: dict[str, Any]) -> StoredTensor:
     start, end = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(dim) for dim in entry["shape"])
-    if start < 0 or end - start != math.prod(shape) * NUMPY_DTYPES[entry["dtype"]].itemsize:
-        raise ValueError(f"{end - start} bytes for {entry['dtype']} {list(shape)}")
-    return StoredTensor(file, entry["dtype"], shape, data_start + start, end - start)
+    shape, dtype = tuple(int(dim) for dim in entry["shape"]), str(entry["dtype"])
+    size = end - start
+    # A dtype that is not in the table, such as F4, packs several elements into a byte: no graph takes it.
+    if start < 0 or (dtype in NUMPY_DTYPES and size != math.prod(shape) * NUMPY_DTYPES[dtype].itemsize):
+        raise ValueError(f"{size} bytes for {dtype} {list(shape)}")
+    return StoredTensor(file, dtype, shape, data_start + start, size)

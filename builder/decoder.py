@@ -102,20 +102,23 @@ class Decoder:
         out = self._transpose(self._unfold(out))  # [batch, seq, heads, head_dim]
         out = graph.op("Reshape", out, graph.integers(-1, heads * head_dim))
         name = f"layers.{layer}.self_attn.o_proj"
-        return self.linear(out, name, heads * head_dim, config.hidden_size, bias=config.attention_bias)
+        return self.linear(out, name, heads * head_dim, config.hidden_size, bias=config.output_bias)
 
     def mlp(self, x: str, layer: int) -> str:
-        """SwiGLU: [rows, hidden] -> [rows, hidden]."""
-        config, name = self.config, f"layers.{layer}.mlp"
-        sizes = config.hidden_size, config.intermediate_size
-        gate, up = (self.linear(x, f"{name}.{part}_proj", *sizes, bias=config.mlp_bias) for part in ("gate", "up"))
+        """The dense feed-forward network: [rows, hidden] -> [rows, hidden]."""
+        return self.swiglu(x, f"layers.{layer}.mlp", self.config.intermediate_size, bias=self.config.mlp_bias)
+
+    def swiglu(self, x: str, name: str, width: int, *, bias: bool = False) -> str:
+        """SwiGLU of ``width`` inner columns: [rows, hidden] -> [rows, hidden]."""
+        sizes = self.config.hidden_size, width
+        gate, up = (self.linear(x, f"{name}.{part}_proj", *sizes, bias=bias) for part in ("gate", "up"))
         gated = self.graph.op("Mul", self.graph.op("Swish", gate), up)
-        return self.linear(gated, f"{name}.down_proj", *reversed(sizes), bias=config.mlp_bias)
+        return self.linear(gated, f"{name}.down_proj", *reversed(sizes), bias=bias)
 
     def _projection(self, x: str, layer: int, part: str, heads: int, shape: str) -> str:
         config = self.config
         name = f"layers.{layer}.self_attn.{part}_proj"
-        flat = self.linear(x, name, config.hidden_size, heads * config.head_dim, bias=config.attention_bias)
+        flat = self.linear(x, name, config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
         return self.graph.op("Reshape", flat, shape)  # [batch, seq, heads, head_dim]
 
     def _head_norm(self, x: str, layer: int, part: str) -> str:

@@ -90,6 +90,7 @@ def place_draft(
         )
     x = graph.op("Gemm", x, graph.weight(head or head_weight(target, target_weights)), transB=1)
     graph.op("Reshape", x, graph.integers(-1, config.max_depth, config.draft_vocab_size), name="draft_logits")
+    weights.refuse_unused(ignored=r"^(?!.*\blayers\.)|\.rotary_emb\.inv_freq$")  # outside layers: parts for training
     return graph
 
 

@@ -1,4 +1,4 @@
-"""The builder's one exception."""
+"""The builder's exceptions."""
 
 
 class BuildError(ValueError):
@@ -6,3 +6,7 @@ class BuildError(ValueError):
 
     The message is one line: the thing and its value, the limit, the remedy.
     """
+
+
+class BusyError(BuildError):
+    """Another process is building into the same directory right now."""

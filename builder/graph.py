@@ -57,6 +57,13 @@ class Graph:
         self._nodes.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
         return name
 
+    def ops(self, op_type: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]:
+        """Place a node with several outputs; returns their names."""
+        node = f"{self.scope}{op_type}_{len(self._nodes)}"
+        names = [f"{node}_{i}" for i in range(outputs)]
+        self._nodes.append(helper.make_node(op_type, inputs, names, name=node, **attributes))
+        return names
+
     def model(self) -> ModelProto:
         """The finished model. Its weights must have been written."""
         graph = helper.make_graph(

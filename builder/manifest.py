@@ -14,7 +14,7 @@ from typing import Any
 from .errors import BuildError
 
 FORMAT = "ddtree-engine"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "config.json"
 
 
@@ -66,6 +66,19 @@ class DraftInfo:
 
 
 @dataclass(frozen=True)
+class CompiledInfo:
+    """What a TensorRT engine was compiled for. The graphs of ONNX Runtime have none of these bounds."""
+
+    arch: str  # "sm_120"
+    version_compatibility: str  # which versions of the library open it
+    hardware_compatibility: str  # which GPUs run it
+    verify: str  # "plugin": verify_tree and build_tree are inside the engines; "kernel": kernels launched behind them
+    prefill_chunk: int  # the most rows of a slot in a prompt pass
+    target_cache_length: int  # rows of a slot in each KV cache
+    draft_cache_length: int | None  # None: no drafter
+
+
+@dataclass(frozen=True)
 class FileInfo:
     """A file by content."""
 
@@ -91,8 +104,10 @@ class Manifest:
     limits: Limits
     target: TargetInfo
     draft: DraftInfo | None  # None: plain decoding only
+    compiled: CompiledInfo | None  # None: graphs for ONNX Runtime
+    tokenizer_files: tuple[str, ...]
     files: tuple[FileInfo, ...]  # the directory's, without the manifest
-    sources: tuple[FileInfo, ...]  # the checkpoints' weight files: "target/model.safetensors", ...
+    sources: tuple[FileInfo, ...]  # the checkpoints' configs and weights: "target/model.safetensors", ...
     versions: dict[str, str]  # of ddtree and the libraries that built it
     notes: tuple[str, ...]  # what the person who built it should know
 
@@ -114,8 +129,10 @@ class Manifest:
             raise BuildError(f"{directory} is not an engine directory (make one with ddtree build)")
         version = content.get("format_version")
         if version != FORMAT_VERSION:
+            newer = isinstance(version, int) and version > FORMAT_VERSION
             raise BuildError(
-                f"{directory} has format version {version}, this is version {FORMAT_VERSION} (build the engine again)"
+                f"{directory} has format version {version}, this ddtree reads {FORMAT_VERSION} "
+                f"({'upgrade ddtree-trtllm, or ' if newer else ''}build the engine again)"
             )
         try:
             del content["format"]
@@ -140,8 +157,12 @@ class Manifest:
         manifest = cls.load(directory)
         for file in manifest.files:
             path = Path(directory) / file.name
-            if FileInfo.of(path, file.name) != file:
-                raise BuildError(f"{path} has changed since the engine was built (build the engine again)")
+            found = FileInfo.of(path, file.name)
+            if found != file:
+                raise BuildError(
+                    f"{path} has changed since the engine was built: its SHA-256 is {found.sha256[:16]}..., "
+                    f"not {file.sha256[:16]}... (build the engine again)"
+                )
         return manifest
 
     def save(self, directory: Path) -> None:
@@ -167,6 +188,7 @@ _NESTED: dict[str, Callable[[Any], Any]] = {
     "limits": lambda value: _decode(Limits, value),
     "target": lambda value: _decode(TargetInfo, value),
     "draft": lambda value: None if value is None else _decode(DraftInfo, value),
+    "compiled": lambda value: None if value is None else _decode(CompiledInfo, value),
     "files": lambda value: [_decode(FileInfo, file) for file in value],
     "sources": lambda value: [_decode(FileInfo, file) for file in value],
 }

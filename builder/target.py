@@ -7,8 +7,13 @@ out  logits [batch, rows, vocab], context_features [batch, seq, layers*hidden] (
      present.{i}.key|value: the caches with the new rows at write_index
 """
 
+import numpy as np
+
+from .checkpoint import Checkpoint
 from .config import TargetConfig
 from .decoder import Decoder
+from .errors import BuildError
+from .experts import place_experts
 from .graph import Graph
 from .weights import Weight, Weights
 
@@ -56,7 +61,8 @@ def place_target(
         key, value = decoder.update_caches(h, layer, row_shape, position_ids)
         x = graph.op("Add", x, decoder.attend(q, key, value, mask, layer))
         h = decoder.norm(x, f"layers.{layer}.post_attention_layernorm", hidden)
-        x = graph.op("Add", x, decoder.mlp(h, layer))
+        sparse = model.experts is not None and model.experts.layers[layer]
+        x = graph.op("Add", x, place_experts(decoder, h, layer) if sparse else decoder.mlp(h, layer))
         outputs.append(x)
     graph.scope = ""
 
@@ -69,6 +75,9 @@ def place_target(
     x = graph.op("Gemm", x, graph.weight(head_weight(config, weights)), transB=1)
     rows_shape = graph.op("Concat", graph.op("Shape", logit_rows), graph.integers(model.vocab_size), axis=0)
     graph.op("Reshape", x, rows_shape, name="logits", allowzero=1)  # a pass may want no logits at all
+    if config.tie_word_embeddings:
+        _check_tied(weights.checkpoint)
+    weights.refuse_unused(ignored=r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")  # old Llamas have the first
     return graph
 
 
@@ -82,3 +91,19 @@ def head_weight(config: TargetConfig, weights: Weights) -> Weight:
     if config.tie_word_embeddings:
         return embedding_weight(config, weights)
     return weights.take("lm_head.weight", config.decoder.vocab_size, config.decoder.hidden_size)
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """A head beside a tied embedding must be the same: transformers 4 takes the embedding, transformers 5 the head."""
+    head, embedding = (checkpoint.tensors.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if head is None or embedding is None:
+        return
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
+        np.array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+        for ours, theirs in zip(*(np.array_split(t.elements(), t.shape[0]) for t in (head, embedding)), strict=True)
+    )
+    if not same:
+        raise BuildError(
+            f"{checkpoint.directory}: tie_word_embeddings is true, but lm_head.weight differs from the embedding "
+            "(set it to false in config.json if the head was trained on its own, else remove the tensor)"
+        )

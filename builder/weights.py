@@ -7,6 +7,7 @@ placed and written afterwards, when the size of the copy's header is known.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, bytes done, by
 SPELLING = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # dtype -> safetensors'
 _EXPONENT_BITS = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 _ALIGNMENT = 64  # bytes; where the copy's data begin
+_CHECKED_AT_ONCE = 1 << 22  # elements: an embedding has 10^9, and each check makes two temporaries of its size
 
 
 @dataclass
@@ -70,6 +72,22 @@ class Weights:
         """As ``take``, or None where the checkpoint has no such tensor."""
         return self.take(name, *shape) if name in self.checkpoint.tensors else None
 
+    def refuse_unused(self, ignored: str) -> None:
+        """Check that every tensor of the checkpoint was taken: one that was not belongs to a model with more in it.
+
+        Args:
+            ignored: regular expression of the names that need not be taken.
+
+        Raises:
+            BuildError: a tensor was left.
+        """
+        for name, stored in self.checkpoint.tensors.items():
+            if name not in self._weights and not re.search(ignored, name):
+                raise BuildError(
+                    f"{stored.file}: {name} has no place in the model that config.json describes "
+                    "(the weights are of another architecture, or have more layers)"
+                )
+
     def put(self, name: str, values: np.ndarray) -> Weight:
         """A tensor that the checkpoint lacks, such as a table of cosines. The name is kept from other tensors."""
         if name not in self._weights:
@@ -90,6 +108,7 @@ class Weights:
         notes = []
         copied = []
         links: dict[Path, str] = {}
+        total, done = sum(weight.size for weight in self._weights.values()), 0
         for weight in self._weights.values():
             source = weight.source
             if isinstance(source, np.ndarray) or source.dtype != SPELLING[self.dtype]:
@@ -100,11 +119,13 @@ class Weights:
                 links[source.file] = f"{self.role}-{source.file.name}"
                 notes += _link(source.file, directory / links[source.file])
             weight.file, weight.offset = links[source.file], source.offset
+            done += weight.size
+            progress(f"checking the {self.role}'s weights", done, total)
         if copied:
-            self._write_copy(directory, copied, progress)
+            self._write_copy(directory, copied, lambda doing, size: progress(doing, done + size, total))
         return notes
 
-    def _write_copy(self, directory: Path, weights: list[Weight], progress: Progress) -> None:
+    def _write_copy(self, directory: Path, weights: list[Weight], progress: Callable[[str, int], None]) -> None:
         file = f"{self.role}.{self.dtype}.safetensors"
         ends = np.cumsum([weight.size for weight in weights]).tolist()
         entries = {
@@ -123,7 +144,7 @@ class Weights:
             for weight, end in zip(weights, ends, strict=True):
                 weight.file, weight.offset = file, stream.tell()
                 stream.write(self._converted(weight).data)
-                progress(f"converting the {self.role}'s weights to {self.dtype}", end, ends[-1])
+                progress(f"converting the {self.role}'s weights to {self.dtype}", end)
 
     def _converted(self, weight: Weight) -> np.ndarray:
         """The weight's bytes in the engine's dtype: uint8, flat."""
@@ -143,7 +164,9 @@ class Weights:
 
 def _finite(values: np.ndarray, dtype: str) -> bool:
     exponent = np.array(_EXPONENT_BITS[dtype], np.uint32 if dtype == "F32" else np.uint16)
-    return not np.any((values.view(exponent.dtype) & exponent) == exponent)  # all ones: NaN or infinity
+    bits = values.reshape(-1).view(exponent.dtype)
+    parts = (bits[start : start + _CHECKED_AT_ONCE] for start in range(0, len(bits), _CHECKED_AT_ONCE))
+    return not any(np.any((part & exponent) == exponent) for part in parts)  # all ones: NaN or infinity
 
 
 def _check_finite(stored: StoredTensor, name: str) -> None:

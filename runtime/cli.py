@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from ddtree.runtime import LLM, RequestOutput, SamplingParams
 
 messages = Console(stderr=True, highlight=False)
 
-_BUILD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+_BUILD_COLUMNS = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
 COMPARE_RUNS = 3  # of each method, taken in turns; the medians are compared
 
 _PATH = click.Path(path_type=Path)
@@ -196,21 +196,27 @@ def _comparison(llm: "LLM", text: str, params: "SamplingParams", output: "Reques
 @click.option("--output", type=_PATH, required=True, help="Where to write the engine directory.")
 @_target
 @_draft
-@click.option("--engine", default="onnxruntime", help="onnxruntime.")
-@click.option("--dtype", help="float32 with onnxruntime.")
+@click.option("--engine", default="onnxruntime", help="onnxruntime (any CPU), tensorrt or tensorrt-rtx.")
+@click.option("--arch", help="GPU: sm_120 with tensorrt-rtx; tensorrt builds for the one that is present.")
+@click.option("--dtype", help="float32 with onnxruntime, else float16 or bfloat16. Absent: the checkpoint's.")
 @click.option("--budget", type=int, default=255, help="The most draft nodes of a tree, root excluded.")
 @click.option("--max-batch-size", type=int, default=8, help="The most sequences at once.")
 @click.option("--max-seq-len", type=int, help="Tokens of prompt and output. Absent: the checkpoint's.")
+@click.option("--verify", help="Tree operations: plugin (in the engine; tensorrt only) or kernel (right behind it).")
+@click.option("--timing-cache", type=_PATH, help="Read and write tensorrt's measurements of kernels here.")
 @click.option("--force", is_flag=True, help="Replace an engine that is there.")
 def build(
     output: Path,
     target: Path | None,
     draft: Path | None,
     engine: str,
+    arch: str | None,
     dtype: str | None,
     budget: int,
     max_batch_size: int,
     max_seq_len: int | None,
+    verify: str | None,
+    timing_cache: Path | None,
     force: bool,
 ) -> None:
     """Compile a target and its drafter into an engine directory. No target: the demo pair."""
@@ -228,18 +234,23 @@ def build(
         def progress(doing: str, done: int, total: int) -> None:
             bar.update(task, description=doing, completed=done, total=total)
 
-        build_engine(
+        manifest = build_engine(
             target,
             draft,
             output,
             engine=engine,
+            arch=arch,
             dtype=dtype,
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
             max_tree_nodes=budget,
+            verify=verify,
+            timing_cache=timing_cache,
             force=force,
             progress=progress,
         )
+    for note in manifest.notes:
+        _say(f"note: {note}")
     _say(f"wrote {output}")
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ddtree.builder import Manifest
+from ddtree.runtime.errors import EngineError
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """(key, value) of each layer, [slots, kv_heads, cache, head_dim]."""
@@ -69,7 +70,17 @@ class Engine(Protocol):
 
 
 def open_engine(directory: Path, threads: int | None = None) -> Engine:
-    """Open an engine directory."""
+    """Open an engine directory.
+
+    Raises:
+        BuildError, EngineError: it is none, it is damaged, or this version does not run its kind.
+    """
+    engine = Manifest.load(directory).engine
+    if engine != "onnxruntime":
+        raise EngineError(
+            f"{directory} is a {engine} engine, which this version builds but does not run "
+            "(build one with --engine onnxruntime)"
+        )
     from ddtree.runtime.onnxruntime_engine import OnnxRuntimeEngine
 
     return OnnxRuntimeEngine(directory, threads)

@@ -3,12 +3,16 @@
 import hashlib
 import os
 import shutil
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 from ddtree.builder import FORMAT_VERSION, BuildError, Manifest, build_engine
 from ddtree.builder.build import MAX_TREE_NODES
+from ddtree.builder.errors import BusyError
 from ddtree.demo import DRAFT_DIR, TARGET_DIR
+
+_POLL_SECONDS = 0.1
 
 
 def demo_pair() -> tuple[Path, Path]:
@@ -26,7 +30,8 @@ def cached_engine(target: Path, draft: Path | None) -> Path:
         return directory
     shutil.rmtree(directory, ignore_errors=True)  # damaged
     try:
-        build_engine(target, draft, directory, max_tree_nodes=MAX_TREE_NODES)
+        while not _built(target, draft, directory):
+            time.sleep(_POLL_SECONDS)  # another process is building it
     except BuildError as error:
         if _opens(directory):  # another process has built it meanwhile
             return directory
@@ -36,6 +41,15 @@ def cached_engine(target: Path, draft: Path | None) -> Path:
             ) from None
         raise
     return directory
+
+
+def _built(target: Path, draft: Path | None, directory: Path) -> bool:
+    """Build the engine; False if another process is at it."""
+    try:
+        build_engine(target, draft, directory, max_tree_nodes=MAX_TREE_NODES)
+    except BusyError:
+        return False
+    return True
 
 
 def _opens(directory: Path) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ddtree.builder import Manifest, build_engine
 
@@ -22,8 +22,8 @@ class Case:
     """One target checkpoint: what differs from the others."""
 
     name: str
-    family: str  # "qwen3" or "llama"
-    heads: tuple[int, int, int]  # query heads, KV heads, head_dim
+    model_type: str
+    heads: tuple[int, int, int | None]  # query heads, KV heads, head_dim; None: config.json has none
     hidden: int
     tied: bool
     storage: torch.dtype
@@ -40,7 +40,6 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-    "rope_theta": 10000.0,
 }
 CASES = [
     Case("qwen3_gqa3_tied_float16", "qwen3", (6, 2, 16), 48, True, torch.float16),
@@ -50,11 +49,26 @@ CASES = [
         "attention_bias": True, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2,
     }),
     Case("llama_gqa2_llama3_rope_bfloat16", "llama", (4, 2, 16), 64, False, torch.bfloat16, config={
-        "rope_parameters": LLAMA3,
+        "rope_theta": 5000.0, "rope_scaling": LLAMA3,  # transformers 5 takes this spelling and writes the new one
     }),
     Case("llama_biases_linear_rope_float16", "llama", (4, 4, 16), 64, True, torch.float16, config={
         "attention_bias": True, "mlp_bias": True,
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }),
+    Case("qwen2_tied_bfloat16", "qwen2", (4, 2, None), 64, True, torch.bfloat16),
+    Case("qwen2_untied_mixed_windows_sharded", "qwen2", (4, 1, None), 48, False, torch.float32, "40KB", config={
+        "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+    }),
+    Case("mistral_window_bfloat16", "mistral", (4, 2, 24), 48, False, torch.bfloat16, config={"sliding_window": 7}),
+    Case("mistral_without_window_float32", "mistral", (4, 4, None), 64, True, torch.float32, config={
+        "sliding_window": None,
+    }),
+    Case("qwen3_moe_every_layer_bfloat16_sharded", "qwen3_moe", (4, 2, 16), 48, False, torch.bfloat16, "90KB", config={
+        "num_experts": 9, "num_experts_per_tok": 6, "moe_intermediate_size": 20, "norm_topk_prob": True,
+    }),
+    Case("qwen3_moe_some_layers_window_float32", "qwen3_moe", (4, 1, 16), 40, True, torch.float32, config={
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False,
+        "decoder_sparse_step": 2, "mlp_only_layers": [3], "use_sliding_window": True, "sliding_window": 8,
     }),
 ]  # fmt: skip
 
@@ -67,8 +81,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         with torch.no_grad():
             if "norm" in name:
                 parameter.copy_(1 + 0.3 * noise)
-            elif parameter.dim() == 2 and "embed" not in name:
-                parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
+            elif parameter.dim() >= 2 and "embed" not in name:
+                parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(0.5 * noise)
 
@@ -76,9 +90,6 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 def make_target(case: Case, directory: Path, seed: int = 0, **config: Any) -> PreTrainedModel:
     """Save a random target in ``case.storage``; returns transformers' model of those weights, in float32."""
     query_heads, kv_heads, head_dim = case.heads
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM),
-    }[case.family]  # fmt: skip
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": case.hidden,
@@ -86,17 +97,18 @@ def make_target(case: Case, directory: Path, seed: int = 0, **config: Any) -> Pr
         "num_hidden_layers": LAYERS,
         "num_attention_heads": query_heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "max_position_embeddings": 256,
         "tie_word_embeddings": case.tied,
         "eos_token_id": 3,
         "bos_token_id": 2,
-    }
-    model = model_class(config_class(**settings | (case.config or {}) | config))
+    } | ({} if head_dim is None else {"head_dim": head_dim})
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(case.model_type, **settings | (case.config or {}) | config)
+    )
     randomize(model, seed)
     model.to(case.storage).save_pretrained(directory, max_shard_size=case.shard_size)
     (directory / "tokenizer.json").write_text("{}")  # the builder takes it along and does not read it
-    return model_class.from_pretrained(directory, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def make_draft(

@@ -1,5 +1,6 @@
 """What a build leaves in the engine directory, and that whatever goes wrong leaves nothing."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddtree.builder import BuildError, Manifest, build_engine
+from ddtree.builder.errors import BusyError
 
 from .models import CASES, LAYERS, VOCAB, Case, Pair, make_draft, make_target
 
@@ -141,6 +143,13 @@ def test_the_manifest_says_what_was_built(copy: Path) -> None:
     assert draft is not None
     assert (draft.block_size, draft.sample_from_anchor, draft.max_depth, draft.mask_token_id) == (5, False, 4, 1)
     assert (draft.target_layer_ids, draft.vocab_size, draft.draft_to_target) == ((0, 2), VOCAB, None)
+    assert manifest.compiled is None
+    assert manifest.tokenizer_files == ("tokenizer.json", "generation_config.json")
+    assert [file.name for file in manifest.sources] == [
+        f"{role}/{name}" for role in ("target", "draft") for name in ("config.json", "model.safetensors")
+    ]
+    for source in manifest.sources:
+        assert source.sha256 == hashlib.sha256((copy / source.name).read_bytes()).hexdigest()
     names = {file.name for file in manifest.files}
     assert {"target.onnx", "draft.onnx", "tokenizer.json", "generation_config.json"} <= names
     assert names | {"config.json"} == {path.name for path in (copy / "engine").iterdir()}
@@ -169,6 +178,7 @@ def test_positions_of_the_last_tokens_block_are_in_the_tables(copy: Path) -> Non
         ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": LAYERS}, (None, False)),
         ({"sliding_window": 9, "use_sliding_window": False}, (None, False)),
         ({"sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention"] * LAYERS}, (9, False)),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": None}, (None, False)),  # 28
     ],
 )
 def test_windows_are_read_as_transformers_does(copy: Path, layout: dict, window: tuple) -> None:
@@ -177,20 +187,58 @@ def test_windows_are_read_as_transformers_does(copy: Path, layout: dict, window:
     assert (manifest.target.window, manifest.target.sliding_mask) == window
 
 
-def test_configs_of_transformers_4_and_5_give_the_same_graph(copy: Path) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_config_as_transformers_4_writes_it_gives_the_same_engine(case: Case, tmp_path: Path) -> None:
+    make_target(case, tmp_path / "target")
+    build_engine(tmp_path / "target", None, tmp_path / "5")
+    file = tmp_path / "target/config.json"
+    config = json.loads(file.read_text())
+    rope = config.pop("rope_parameters", None)  # there is none where transformers 4 runs this
+    if rope is not None:
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        config["torch_dtype"] = config.pop("dtype")
+        if "num_local_experts" in config:
+            config["num_experts"] = config.pop("num_local_experts")
+        config.pop("layer_types", None)
+    file.write_text(json.dumps(config))
+    build_engine(tmp_path / "target", None, tmp_path / "4")
+    for name in ("target.onnx", "target.float32.safetensors"):
+        assert (tmp_path / "4" / name).read_bytes() == (tmp_path / "5" / name).read_bytes()
+
+
+def test_every_spelling_of_rope_scaling_gives_the_same_tables(copy: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 32
+    old = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
     config = copy / "target/config.json"
     tables = []
     for spelling in (
         {"rope_parameters": scaling | {"rope_theta": 5e5}, "rope_theta": None, "rope_scaling": None},
+        {"rope_parameters": scaling, "rope_theta": 5e5, "rope_scaling": None},
         {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": scaling},
-        {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": scaling["rope_type"], **scaling}},
+        {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": old},
     ):
         change_json(config, **spelling)
         build(copy, force=True)
         tables.append((copy / "engine/target.float32.safetensors").read_bytes())
-    assert tables[0] == tables[1] == tables[2]
+    assert len(set(tables)) == 1
+
+
+def test_a_head_that_is_stored_beside_a_tied_embedding(copy: Path) -> None:
+    change_json(copy / "target/config.json", tie_word_embeddings=True)
+    refused(copy, "tie_word_embeddings", "lm_head.weight differs")
+    change_tensors(
+        copy / "target/model.safetensors",
+        lambda tensors: tensors.__setitem__("lm_head.weight", tensors["model.embed_tokens.weight"].clone()),
+    )
+    build(copy)
+
+
+def test_frequencies_that_old_llamas_store_are_not_needed(copy: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(copy / "target/model.safetensors", put(name, torch.ones(8)))
+    build(copy)
 
 
 @pytest.mark.parametrize(
@@ -298,17 +346,61 @@ def test_progress_reaches_its_end(copy: Path) -> None:
         assert steps[-1][0] == steps[-1][1]
 
 
+def test_two_builds_into_one_directory_are_refused(copy: Path) -> None:
+    """The second is another process, or as here another call: the first goes on and ends well."""
+    refusals = []
+
+    def second(doing: str, done: int, total: int) -> None:
+        if not refusals:
+            with pytest.raises(BusyError) as caught:
+                build(copy)
+            refusals.append(str(caught.value))
+
+    manifest = build(copy, progress=second)
+    assert refusals == [f"another process is building {copy}/engine (wait for it, or use another directory)"]
+    assert Manifest.verify(copy / "engine") == manifest
+    assert {path.name for path in copy.iterdir()} == {"target", "draft", "engine"}
+    build(copy, force=True)  # nothing holds on to the directory
+
+
+def test_builds_into_two_directories_do_not_meet(copy: Path) -> None:
+    built = []
+
+    def second(doing: str, done: int, total: int) -> None:
+        if not built:
+            built.append(build(copy, output="engine.2"))
+
+    build(copy, progress=second)
+    assert built == [Manifest.verify(copy / "engine.2")]
+    Manifest.verify(copy / "engine")
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(copy: Path) -> None:
+    (copy / ".engine.building/graphs").mkdir(parents=True)
+    (copy / ".engine.building/graphs/target.onnx").write_bytes(b"half")
+    (copy / ".engine.building/config.json").write_text("{}")
+    manifest = build(copy)
+    assert Manifest.verify(copy / "engine") == manifest
+    assert {path.name for path in copy.iterdir()} == {"target", "draft", "engine"}
+
+
 # Settings
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"engine": "tensorrt"}, ["tensorrt", "not in this version"]),
-        ({"engine": "tensorrt_rtx"}, ["tensorrt_rtx", "not in this version"]),
-        ({"engine": "onnx"}, ["onnx"]),
-        ({"dtype": "float16"}, ["float16", "float32"]),
+        ({"engine": "onnx"}, ["engine 'onnx' is not known (use onnxruntime, tensorrt, tensorrt_rtx)"]),
+        ({"dtype": "float16"}, ["dtype 'float16' does not go with engine onnxruntime (use float32)"]),
         ({"dtype": "int8"}, ["int8", "float32"]),
+        ({"engine": "tensorrt", "dtype": "float32"}, ["dtype 'float32'", "engine tensorrt (use bfloat16, float16)"]),
+        ({"engine": "tensorrt-rtx", "dtype": "float32"}, ["'float32'", "engine tensorrt_rtx (use bfloat16, float16)"]),
+        ({"engine": "tensorrt_rtx", "arch": "sm_100"}, ["arch 'sm_100'", "engine tensorrt_rtx (use sm_120)"]),
+        ({"arch": "sm_120"}, ["arch 'sm_120' does not go with engine onnxruntime (leave it out)"]),
+        ({"verify": "kernel"}, ["verify 'kernel' does not go with engine onnxruntime (leave it out)"]),
+        ({"engine": "tensorrt-rtx", "verify": "plugin"}, ["verify 'plugin'", "engine tensorrt_rtx (use kernel)"]),
+        ({"engine": "tensorrt", "verify": "host"}, ["verify 'host'", "(use plugin, kernel)"]),
+        ({"engine": "tensorrt_rtx", "timing_cache": Path("t")}, ["timing cache t", "tensorrt_rtx", "(leave it out)"]),
         ({"max_batch_size": 0}, ["max_batch_size 0"]),
         ({"max_tree_nodes": 0}, ["max_tree_nodes 0"]),
         ({"max_tree_nodes": 1024}, ["max_tree_nodes 1024 is out of range (use 1 to 1023)"]),
@@ -406,6 +498,12 @@ def test_a_damaged_safetensors_header(copy: Path, damage: Callable[[dict], dict]
     refused(copy, "draft/model.safetensors")
 
 
+def test_weights_of_four_bits(copy: Path) -> None:
+    file = copy / "draft/model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F4" ', 1))
+    refused(copy, "draft/model.safetensors", "is F4 (use the float16, bfloat16 or float32 checkpoint)")
+
+
 def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
@@ -434,11 +532,26 @@ Q = "layers.1.self_attn.q_proj.weight"
         ("target", put("model." + Q, torch.zeros(64, 48, dtype=torch.int8)), [Q, "I8"]),
         ("target", poison("model." + Q, float("nan")), [Q, "NaN"]),
         ("draft", poison("norm.weight", float("inf")), ["norm.weight", "infinity"]),
+        (
+            "target",
+            put("model.layers.1.self_attn.q_proj.bias", torch.zeros(64)),
+            ["q_proj.bias", "another architecture"],
+        ),
+        ("target", put("model." + Q.replace("1", "4"), torch.zeros(64, 48)), ["layers.4", "more layers"]),
+        ("target", put("score.weight", torch.zeros(2, 48)), ["score.weight", "another architecture"]),
+        ("draft", put("layers.2.input_layernorm.weight", torch.ones(48)), ["layers.2", "more layers"]),
     ],
 )
 def test_weights_that_do_not_fit(copy: Path, role: str, change: Callable, words: list) -> None:
     change_tensors(copy / role / "model.safetensors", change)
     refused(copy, *words)
+
+
+def test_a_checkpoint_that_modelopt_quantized(copy: Path) -> None:
+    for role in ("target", "draft"):
+        (copy / role / "hf_quant_config.json").write_text("{}")
+        refused(copy, role, "quantized", "hf_quant_config.json", "bfloat16")
+        (copy / role / "hf_quant_config.json").unlink()
 
 
 def test_a_damaged_half_precision_weight(tmp_path: Path) -> None:
@@ -451,11 +564,19 @@ def test_a_damaged_half_precision_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gemma3"}, ["gemma3", "qwen3"]),
-        ({"model_type": None}, ["model_type"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantized", "fp8"]),
+        ({"model_type": "mamba2"}, ['"mamba2" is not supported (supported: qwen3, qwen3_moe, qwen2, llama, mistral)']),
+        ({"model_type": "gemma3"}, ['"gemma3" is not supported']),
+        ({"model_type": ["qwen3"]}, ['["qwen3"] is not supported']),
+        ({"model_type": None}, ["model_type null"]),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, ["Qwen3ForSequenceClassification", "Qwen3ForCausalLM"]),
+        ({"architectures": ["DFlashDraftModel"]}, ["DFlashDraftModel", "Qwen3ForCausalLM"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantized (fp8)", "plain floats", "bfloat16"]),
         ({"quantization_config": 8}, ["quantization_config"]),
-        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"hidden_act": "gelu"}, ['hidden_act "gelu"', "silu"]),
+        ({"mlp_bias": True}, ["mlp_bias", "Qwen3ForCausalLM"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0"]),
+        ({"query_pre_attn_scalar": 256}, ["query_pre_attn_scalar 256"]),
+        ({"residual_multiplier": 0.22}, ["residual_multiplier 0.22"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"hidden_size": "48"}, ["hidden_size", "'48'"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
@@ -464,17 +585,54 @@ def test_a_damaged_half_precision_weight(tmp_path: Path) -> None:
         ({"head_dim": 15}, ["head_dim 15"]),
         ({"max_position_embeddings": None}, ["max_position_embeddings"]),
         ({"rms_norm_eps": -1}, ["rms_norm_eps"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["yarn"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["yarn", "llama3"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic"]),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, ["longrope"]),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, ["mrope"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention", "differ by layer"]),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["factor"]),
         ({"rope_parameters": [1]}, ["rope_parameters"]),
         ({"rope_parameters": None, "rope_scaling": "linear"}, ["rope_scaling"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, ["partial_rotary_factor 0.25"]),
         ({"sliding_window": 4, "use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types"]),
         ({"sliding_window": 4, "use_sliding_window": True, "layer_types": ["linear"] * LAYERS}, ["layer_types"]),
     ],
 )
 def test_targets_that_are_not_supported(copy: Path, changes: dict, words: list) -> None:
     change_json(copy / "target/config.json", **changes)
+    refused(copy, "target/config.json", *words)
+
+
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (MISTRAL | {"attention_bias": True}, ["attention_bias", "MistralForCausalLM"]),
+        (MISTRAL | {"sliding_window": 0}, ["sliding_window is 0"]),
+        (MISTRAL | {"sliding_window": 4, "layer_types": ["full_attention"] * LAYERS}, ["layer_types", "Mistral"]),
+        (
+            {"model_type": "llama", "architectures": None, "use_sliding_window": True, "sliding_window": 4},
+            ["use_sliding_window", "LlamaForCausalLM"],
+        ),
+        (MIXTURE, ["num_experts_per_tok"]),
+        (MIXTURE | {"num_experts": None}, ["num_local_experts is None"]),
+        (MIXTURE | {"num_experts_per_tok": 5}, ["num_experts_per_tok 5 exceeds", "4"]),
+        (MIXTURE | {"num_experts_per_tok": 2}, ["moe_intermediate_size"]),
+        (MIXTURE | {"num_experts_per_tok": 2, "decoder_sparse_step": 0}, ["decoder_sparse_step"]),
+        (MIXTURE | {"num_experts_per_tok": 2, "mlp_only_layers": 3}, ["mlp_only_layers 3"]),
+        (
+            MIXTURE | {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 8},
+            ["shared_expert_intermediate_size 8"],
+        ),
+    ],
+)
+def test_targets_of_other_architectures_that_are_not_supported(copy: Path, changes: dict, words: list) -> None:
+    change_json(copy / "target/config.json", **{"layer_types": None} | changes)
     refused(copy, "target/config.json", *words)
 
 

@@ -14,24 +14,25 @@ from torch import Tensor
 
 from .models import CASES, LOWEST, VOCAB, Pair, make_pair
 
-EPSILON, THETA = 1e-6, 10000.0
+EPSILON = 1e-6
+THETA, FACTOR = 10000.0, 1.0  # of the rotary embedding: base, and what linear scaling divides the angles by
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt() * scale
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, theta: float, factor: float) -> Tensor:
     """Rotary embedding of [length, heads, head_dim] at positions 0, 1, ..."""
     half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(half) / half)  # [length, half]
+    angles = torch.arange(len(x))[:, None] / factor * theta ** (-torch.arange(half) / half)  # [length, half]
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
 @torch.no_grad()
-def dflash_logits(pair: Pair, features: Tensor, block_ids: list[int]) -> np.ndarray:
+def dflash_logits(pair: Pair, features: Tensor, block_ids: list[int], rope: tuple[float, float]) -> np.ndarray:
     """Draft logits [D, vocabulary] from the features [known tokens, layers*hidden] and the block behind them."""
     info, weights = pair.manifest.draft, pair.draft
     assert info is not None
@@ -46,17 +47,19 @@ def dflash_logits(pair: Pair, features: Tensor, block_ids: list[int]) -> np.ndar
         h = rms_norm(x, w["input_layernorm.weight"])
         rows = torch.cat([context, h])  # [length, hidden]
         q, k, v = (
-            (source @ w[f"self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, info.head_dim))
-            for part, source in (("q", rows), ("k", rows), ("v", rows))
+            (rows @ w[f"self_attn.{part}_proj.weight"].T + w.get(f"self_attn.{part}_proj.bias", 0)).unflatten(
+                -1, (-1, info.head_dim)
+            )
+            for part in "qkv"
         )
-        q = rotate(rms_norm(q, w["self_attn.q_norm.weight"]))[known:]  # [block, heads, head_dim]
-        k = rotate(rms_norm(k, w["self_attn.k_norm.weight"]))  # [length, kv_heads, head_dim]
+        q = rotate(rms_norm(q, w["self_attn.q_norm.weight"]), *rope)[known:]  # [block, heads, head_dim]
+        k = rotate(rms_norm(k, w["self_attn.k_norm.weight"]), *rope)  # [length, kv_heads, head_dim]
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * info.head_dim**-0.5
-        if info.window is not None and layer in WINDOWED:
+        if info.window is not None and (layer in WINDOWED or not info.sliding_mask):
             scores[:, distance >= info.window] = -torch.inf
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1)).flatten(1)
-        x = x + attended @ w["self_attn.o_proj.weight"].T
+        x = x + attended @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0)
         h = rms_norm(x, w["post_attention_layernorm.weight"])
         gate, up = (h @ w[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         x = x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj.weight"].T
@@ -70,8 +73,9 @@ WINDOWED = (0,)  # layers of the windowed drafter below
 class Drafts:
     """Rounds of a draft graph over sequences of different lengths, with padded context rows."""
 
-    def __init__(self, pair: Pair, batch: int):
+    def __init__(self, pair: Pair, batch: int, rope: tuple[float, float]):
         assert pair.manifest.draft is not None
+        self.rope = rope
         self.pair, self.info, self.batch = pair, pair.manifest.draft, batch
         self.session = pair.open_draft(batch, cache=96)
         self.width = pair.manifest.target.hidden_size * len(self.info.target_layer_ids)
@@ -101,7 +105,7 @@ class Drafts:
             context_position_ids=np.array(context)[:, None] + np.arange(padded),
             block_ids=np.array(blocks),
             block_position_ids=np.array(known)[:, None] + np.arange(block),
-            attention_mask=masks[0],
+            attention_mask=masks[int(self.info.window is not None and not self.info.sliding_mask)],
             write_index=np.array(context),
             **({"sliding_attention_mask": masks[1]} if self.info.sliding_mask else {}),
         )
@@ -113,15 +117,15 @@ class Drafts:
         logits, blocks = self.round(counts, padded, seed)
         assert logits.shape == (self.batch, self.info.max_depth, self.info.vocab_size)
         for b in range(self.batch):
-            expected = dflash_logits(self.pair, self.features[b], blocks[b])
+            expected = dflash_logits(self.pair, self.features[b], blocks[b], self.rope)
             difference, scale = np.abs(logits[b] - expected).max(), np.abs(expected).max()
             assert scale > 1
             assert difference <= 2e-5 * scale, f"sequence {b}: {difference:.2e} at scale {scale:.1f}"
 
 
-def run_rounds(pair: Pair, batch: int) -> None:
+def run_rounds(pair: Pair, batch: int, rope: tuple[float, float] = (THETA, FACTOR)) -> None:
     """A prompt, then rounds whose context grows by 1 to D + 1 rows; what the last round left behind is overwritten."""
-    drafts = Drafts(pair, batch)
+    drafts = Drafts(pair, batch, rope)
     depth = drafts.info.max_depth
     drafts.check([19, 7, 12][:batch], 19, seed=0)
     for round_, counts in enumerate(([1, depth + 1, 3], [depth + 1, 1, 2], [2, 2, 1], [1, 1, 1])):
@@ -129,6 +133,11 @@ def run_rounds(pair: Pair, batch: int) -> None:
 
 
 OWN = {name: torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(9)) for name in ("embed_tokens", "lm_head")}
+BIASES = {
+    f"layers.{layer}.self_attn.{part}_proj.bias": torch.randn(width, generator=torch.Generator().manual_seed(width))
+    for layer in range(2)
+    for part, width in (("q", 64), ("k", 32), ("v", 32), ("o", 48))
+}
 VARIANTS: dict[str, dict] = {
     "anchor_row_dropped": {},
     "sample_from_anchor": {"sample_from_anchor": True},
@@ -138,6 +147,10 @@ VARIANTS: dict[str, dict] = {
     "mixed_windows": {
         "use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
     },
+    "window_on_every_layer": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    "five_layers_of_one_feature": {"layers": 5, "target_layer_ids": [3]},
+    "layers_in_any_order_and_twice": {"target_layer_ids": [2, 0, 2]},
+    "attention_bias": {"attention_bias": True, "extra_tensors": BIASES},
     "reduced_vocabulary": {"draft_vocab_size": 40, "extra_tensors": {"d2t": torch.arange(40) // 3}},
     "own_embedding_and_head": {"extra_tensors": {f"{name}.weight": tensor for name, tensor in OWN.items()}},
     "float32_by_reference": {"storage": torch.float32},
@@ -150,6 +163,18 @@ def test_drafts_of_several_rounds(variant: str, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, CASES[0], **VARIANTS[variant])
     run_rounds(pair, batch=1)
     run_rounds(pair, batch=3)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5}},
+    ],
+    ids=["transformers_4", "transformers_5"],
+)
+def test_drafts_of_another_rotary_embedding(keys: dict, tmp_path: Path) -> None:
+    run_rounds(make_pair(tmp_path, CASES[0], **keys), batch=2, rope=(300.0, 2.5))
 
 
 def test_drafts_with_every_target(pair: Pair) -> None:

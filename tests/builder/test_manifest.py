@@ -1,6 +1,7 @@
 """Reading an engine directory: what is missing, cut, changed or of another version is named in one line."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddtree.builder import FORMAT_VERSION, BuildError, Manifest, is_engine
+from ddtree.builder.manifest import CompiledInfo
 
 from .models import CASES, make_pair
 
@@ -68,7 +70,14 @@ def test_what_is_no_engine(tmp_path: Path, content: str | None) -> None:
 def test_another_format_version(engine: Path) -> None:
     edit(engine, lambda content: content.update(format_version=FORMAT_VERSION + 1))
     assert is_engine(engine)
-    assert f"format version {FORMAT_VERSION + 1}" in refused(engine)
+    newer = (
+        f"has format version {FORMAT_VERSION + 1}, this ddtree reads {FORMAT_VERSION} (upgrade ddtree-trtllm, or build"
+    )
+    assert newer in refused(engine)
+    edit(engine, lambda content: content.update(format_version=FORMAT_VERSION - 1))
+    assert f"has format version {FORMAT_VERSION - 1}, this ddtree reads {FORMAT_VERSION} (build" in refused(engine)
+    edit(engine, lambda content: content.update(format_version="two"))
+    assert "has format version two" in refused(engine)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,8 @@ def test_another_format_version(engine: Path) -> None:
         lambda content: content.update(surprise=1),
         lambda content: content["target"].pop("vocab_size"),
         lambda content: content["draft"].update(surprise=1),
+        lambda content: content.pop("compiled"),
+        lambda content: content.update(compiled={"arch": "sm_120"}),
         lambda content: content.update(files=3),
         lambda content: content.update(files=[{}]),
     ],
@@ -106,4 +117,18 @@ def test_a_changed_file_is_found_by_its_hash_alone(engine: Path) -> None:
     content[-1] ^= 1
     path.write_bytes(content)
     Manifest.load(engine)
-    assert "target.float32.safetensors has changed" in refused(engine, Manifest.verify)
+    (built,) = (file for file in Manifest.load(engine).files if file.name == path.name)
+    found = hashlib.sha256(content).hexdigest()
+    assert (
+        f"target.float32.safetensors has changed since the engine was built: its SHA-256 is {found[:16]}..., "
+        f"not {built.sha256[:16]}... (build"
+    ) in refused(engine, Manifest.verify)
+
+
+def test_a_compiled_engines_manifest_comes_back_equal(engine: Path) -> None:
+    compiled = CompiledInfo(
+        "sm_120", "tensorrt_rtx 1.7 only", "GPUs of compute capability 12.0", "kernel", 256, 2560, None
+    )
+    manifest = dataclasses.replace(Manifest.load(engine), compiled=compiled)
+    manifest.save(engine)
+    assert Manifest.load(engine) == manifest

@@ -4,6 +4,7 @@ They are checked as models, and run in ONNX Runtime, which computes most float16
 kernels there.
 """
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from .models import CASES, VOCAB, Case, make_draft, make_target
 
 CACHE, LENGTH = 32, 12
 STORAGE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MIXTURES = [case for case in CASES if case.model_type == "qwen3_moe"]
 DTYPES = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
 
 
@@ -48,7 +50,7 @@ def write_graphs(root: Path, case: Case, dtype: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("dtype", STORAGE)
-@pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], *MIXTURES], ids=str)
 def test_graphs_of_every_dtype_pass_the_model_checker(case: Case, dtype: str, tmp_path: Path) -> None:
     write_graphs(tmp_path, case, dtype)
     shutil.copytree(tmp_path / "graphs", tmp_path / "copy")  # the checker takes hard links for an attack
@@ -75,22 +77,32 @@ def test_half_precision_weights_are_the_checkpoints_own_files(dtype: str, tmp_pa
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("float16", 2e-2)])
-def test_a_prompt_pass_agrees_with_transformers(dtype: str, tolerance: float, tmp_path: Path) -> None:
-    model = write_graphs(tmp_path, Case("static", "qwen3", (4, 2, 16), 48, False, STORAGE[dtype]), dtype)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_prompt_pass_agrees_with_transformers(case: Case, dtype: str, tolerance: float, tmp_path: Path) -> None:
+    model = write_graphs(tmp_path, dataclasses.replace(case, storage=STORAGE[dtype]), dtype)
+    config = TargetConfig.read(Checkpoint.open(tmp_path / "target", "target")).decoder
     ids = np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH))
     numpy_dtype = np.dtype(dtype)
-    lowest = np.finfo(numpy_dtype).min
+    distance = np.arange(LENGTH)[:, None] - np.arange(CACHE)
+    windows = {"attention_mask": config.window or CACHE}
+    if config.mixed_windows:
+        windows = {"attention_mask": CACHE, "sliding_attention_mask": config.window}
+    masks = {
+        name: np.where((distance >= 0) & (distance < window), numpy_dtype.type(0), np.finfo(numpy_dtype).min)
+        for name, window in windows.items()
+    }
     session = ort.InferenceSession(tmp_path / "graphs/target.onnx")
-    caches = {i.name: np.zeros((1, 2, CACHE, 16), numpy_dtype) for i in session.get_inputs() if "past" in i.name}
+    shape = (1, config.num_key_value_heads, CACHE, config.head_dim)
+    caches = {i.name: np.zeros(shape, numpy_dtype) for i in session.get_inputs() if "past" in i.name}
     (logits,) = session.run(
         ["logits"],
         {
             "input_ids": ids,
             "position_ids": np.arange(LENGTH)[None],
-            "attention_mask": np.where(np.tri(LENGTH, CACHE, dtype=bool), numpy_dtype.type(0), lowest)[None, None],
             "write_index": np.zeros(1, np.int64),
             "logit_rows": np.arange(LENGTH)[None],
         }
+        | {name: mask[None, None] for name, mask in masks.items()}
         | caches,
     )
     with torch.no_grad():

@@ -51,7 +51,10 @@ class Sequences:
                     masks[0, b, 0, i, slot] = 0
                     if self.window and positions[b, i] - slot_positions[slot] < self.window:
                         masks[1, b, 0, i, slot] = 0
-        inputs = {"attention_mask": masks[0]} | ({"sliding_attention_mask": masks[1]} if self.mixed else {})
+        windowed = self.window is not None
+        inputs = {"attention_mask": masks[int(windowed and not self.mixed)]}
+        if self.mixed:
+            inputs["sliding_attention_mask"] = masks[1]
         logits, features = self.session.run(
             input_ids=input_ids,
             position_ids=positions,

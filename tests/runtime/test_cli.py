@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from ddtree.builder import Manifest
 from ddtree.runtime.cli import main
 
 DDTREE = [sys.executable, "-c", "from ddtree.runtime.cli import main; main()"]
@@ -112,8 +113,46 @@ def test_build_then_inspect(ddtree, tiny_pair: tuple[Path, Path], tmp_path: Path
     assert shown.returncode == 0, shown.stderr
     assert "31" in shown.stdout
     assert "qwen3" in shown.stdout
+    assert "model.safetensors" in shown.stdout  # what it was built of
     assert str(engine) in refusal(ddtree(*build))  # what is there is not overwritten
     assert ddtree(*build, "--force").returncode == 0
+
+
+def test_an_engine_for_sm_120_is_built_and_shown(ddtree, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    process = ddtree(
+        *("build", "--target", tiny_pair[0], "--draft", tiny_pair[1], "--output", engine, "--engine", "tensorrt-rtx"),
+        *("--arch", "sm_120", "--dtype", "float16", "--verify", "kernel"),
+        *("--budget", 15, "--max-batch-size", 2, "--max-seq-len", 100),
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == ""
+    assert process.stderr == f"wrote {engine}\n"  # no note: no kernel copies a cache
+    shown = " ".join(ddtree("inspect", engine, COLUMNS="200").stdout.split())
+    compiled = Manifest.load(engine).compiled
+    assert compiled is not None
+    # Keys and values, float16: 4 layers, 2 KV heads and 16 columns of the target, 2 layers of the drafter.
+    caches = 2 * 2 * 2 * 2 * 16 * (4 * compiled.target_cache_length + 2 * compiled.draft_cache_length)
+    for words in ("tensorrt_rtx", "sm_120", "GPUs of compute capability 12.0 only", f"{caches / 1000:.3g} KB"):
+        assert words in shown
+    (engine / "target.engine").write_bytes(b"x" * (engine / "target.engine").stat().st_size)
+    assert "target.engine has changed since the engine was built" in refusal(ddtree("inspect", engine))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--engine", "tensorrt-rtx", "--dtype", "float32"], "dtype 'float32' does not go with engine tensorrt_rtx"),
+        (["--engine", "tensorrt-rtx", "--verify", "plugin"], "verify 'plugin' does not go with engine tensorrt_rtx"),
+        (["--timing-cache", "there"], "timing cache there does not go with engine onnxruntime"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    ddtree, tiny_pair: tuple[Path, Path], tmp_path: Path, settings: list[str], message: str
+) -> None:
+    process = ddtree("build", "--target", tiny_pair[0], "--output", tmp_path / "engine", *settings)
+    assert message in refusal(process)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

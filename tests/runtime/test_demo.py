@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_the_engine_is_built_once_and_again_if_it_is_damaged(cache: Path, monkey
     (engine / "target.onnx").write_bytes(b"cut")
     assert cached_engine(*demo_pair()) == engine
     LLM(engine)
+
+
+def test_first_uses_at_the_same_time_share_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDTREE_CACHE", str(tmp_path))
+    with ThreadPoolExecutor(3) as pool:
+        engines = list(pool.map(lambda _: cached_engine(*demo_pair()), range(3)))
+    assert len(set(engines)) == 1
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [engines[0]]
+    LLM(engines[0])
 
 
 def test_the_command_without_arguments_continues_the_sample_prompt(cache: Path) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from ddtree.builder import build_engine
 from ddtree.runtime import LLM, RequestError, SamplingParams
+from ddtree.runtime.errors import EngineError
 
 PROMPT = [1, 2, 3]
 FREE = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
@@ -334,3 +335,11 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_not_applied(tiny_engi
     manifest.write_text(manifest.read_text().replace(f'"size": {size}', f'"size": {file.stat().st_size}'))
     output = LLM(tmp_path / "engine", threads=1).generate("w1 w2 w3", SamplingParams(max_tokens=1))
     assert output.prompt_token_ids == PROMPT
+
+
+def test_an_engine_of_another_kind_is_refused(tiny_engine: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_engine, tmp_path / "engine")
+    manifest = tmp_path / "engine" / "config.json"
+    manifest.write_text(manifest.read_text().replace('"engine": "onnxruntime"', '"engine": "tensorrt_rtx"'))
+    with pytest.raises(EngineError, match="is a tensorrt_rtx engine, which this version builds but does not run"):
+        LLM(tmp_path / "engine")
