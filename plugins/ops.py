@@ -4,15 +4,20 @@ A round is ``build_tree`` -> ``encode_tree`` -> the target's pass over the tree 
 ``gather_features``. All work on a batch of trees that are padded to N = budget + 1 nodes, the root included.
 
 Arguments of wrong shape, dtype or range raise a one-line error before any work. Data never does: see
-``Verified.status``. Tensors on a CPU are served by ``reference``, which is also the specification.
+``Verified.status``. Tensors on a CPU are served by ``reference``, which is also the specification; tensors on a GPU by
+the kernels, on torch's current stream. There the host waits for nothing, so what only a device knows is not checked: a
+tree that does not fit into the cache is cut off, and negative ids in ``draft_to_target`` are not refused. torch.compile
+and torch.export see the operators of ``custom_ops``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddtree.plugins import reference
+from ddtree.plugins import custom_ops, reference
+from ddtree.plugins.operations import METHODS, MODES
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, check_tensor, root_tree
 
 __all__ = [
@@ -26,9 +31,6 @@ __all__ = [
     "root_tree",
     "verify_tree",
 ]
-
-MODES = ("tree", "chain")
-METHODS = ("coupled", "greedy", "target_only")
 
 _LOGIT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ID_TYPES = (torch.int32, torch.int64)
@@ -78,10 +80,15 @@ def build_tree(
     _check_choice("mode", mode, MODES)
     if draft_to_target is not None:
         check_tensor("draft_to_target", draft_to_target, (vocab,), torch.int32)
+    _check_device("draft_logits", draft_logits, root_token_ids=root_token_ids, draft_to_target=draft_to_target)
+    serve = _serve(draft_logits, custom_ops.build_tree, custom_ops.build_tree_cuda)
+    if serve:
+        fields = serve(draft_logits, root_token_ids, draft_to_target, budget, mode, keep_chain)
+        return custom_ops.tree_of(fields, max_depth)
+    if draft_to_target is not None:
         lowest = int(draft_to_target.min())
         if lowest < 0:
             raise ValueError(f"draft_to_target holds {lowest}, expected absolute target ids (add the index to offsets)")
-    _check_device(draft_logits, root_token_ids, draft_to_target)
     return reference.build_tree(
         draft_logits,
         root_token_ids,
@@ -126,15 +133,18 @@ def encode_tree(
     check_tensor("past_lengths", past_lengths, (batch,), torch.int64)
     if dtype not in _LOGIT_TYPES:
         raise TypeError(f"dtype of the mask is {dtype}, expected float32, float16 or bfloat16")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} is below 1 (None for full attention)")
+    _check_device("the tree", tree.token_ids, root_positions=root_positions, past_lengths=past_lengths)
+    serve = _serve(tree.token_ids, custom_ops.encode_tree, custom_ops.encode_tree_cuda)
+    if serve:
+        return serve(custom_ops.tree_tensors(tree), root_positions, past_lengths, cache_length, dtype, window)
     longest = max(past_lengths.tolist(), default=0)
     if longest + width > cache_length:
         raise ValueError(
             f"past length {longest} + {width} tree rows exceed cache_length {cache_length} "
             f"(grow the cache to {longest + width} or lower the budget)"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"window {window} is below 1 (None for full attention)")
-    _check_device(tree.token_ids, root_positions, past_lengths)
     return reference.encode_tree(tree, root_positions, past_lengths, cache_length, dtype, window=window)
 
 
@@ -205,7 +215,33 @@ def verify_tree(
         check_tensor("coins", coins, (batch, width), torch.float32)
     if final_coin is not None:
         check_tensor("final_coin", final_coin, (batch,), torch.float32)
-    _check_device(logits, tree.token_ids, root_positions, sampling.temperature, token_bitmask, coins, final_coin)
+    _check_device(
+        "logits",
+        logits,
+        tree=tree.token_ids,
+        root_positions=root_positions,
+        sampling=sampling.temperature,
+        token_bitmask=token_bitmask,
+        coins=coins,
+        final_coin=final_coin,
+    )
+    serve = _serve(logits, custom_ops.verify_tree, custom_ops.verify_tree_cuda)
+    if serve:
+        return Verified(
+            *serve(
+                logits,
+                custom_ops.tree_tensors(tree),
+                root_positions,
+                custom_ops.sampling_tensors(sampling),
+                token_bitmask,
+                coins,
+                final_coin,
+                tree.max_depth,
+                method,
+                threshold_single,
+                threshold_acc,
+            )
+        )
     return reference.verify_tree(
         logits,
         tree,
@@ -236,14 +272,22 @@ def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verifi
     """
     batch = verified.accepted_count.shape[0]
     check_tensor("past_lengths", past_lengths, (batch,), torch.int64)
+    device = past_lengths.device
     for layer, pair in enumerate(caches):
         for cache in pair:
             if cache.dim() != 4 or cache.shape[0] != batch:
                 raise ValueError(
                     f"cache of layer {layer} has shape {list(cache.shape)}, expected [{batch}, any, any, any]"
                 )
-    _check_device(past_lengths, verified.accepted_nodes, *(cache for pair in caches for cache in pair))
-    reference.commit(caches, past_lengths, verified)
+            if cache.device != device:
+                raise ValueError(f"cache of layer {layer} is on {cache.device}, expected {device} like past_lengths")
+    _check_device("past_lengths", past_lengths, verified=verified.accepted_nodes)
+    serve = _serve(past_lengths, custom_ops.commit, custom_ops.commit_cuda)
+    if serve:
+        flat = [cache for pair in caches for cache in pair]
+        serve(flat, past_lengths, verified.accepted_nodes, verified.accepted_count)
+    else:
+        reference.commit(caches, past_lengths, verified)
 
 
 def gather_features(features: Tensor, verified: Verified) -> Tensor:
@@ -262,14 +306,27 @@ def gather_features(features: Tensor, verified: Verified) -> Tensor:
     """
     batch = verified.accepted_count.shape[0]
     check_tensor("features", features, (batch, None, None))
-    _check_device(features, verified.accepted_nodes)
+    _check_device("features", features, verified=verified.accepted_nodes)
+    serve = _serve(features, custom_ops.gather_features, custom_ops.gather_features_cuda)
+    if serve:
+        return serve(features, verified.accepted_nodes, verified.accepted_count)
     return reference.gather_features(features, verified)
 
 
-def _check_device(*tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None and tensor.device.type != "cpu":
-            raise NotImplementedError(f"a tensor is on {tensor.device}: only the CPU is served so far (use .cpu())")
+def _serve(tensor: Tensor, operator: Callable, kernels: Callable) -> Callable[..., Any] | None:
+    """What serves a call: the torch operator while a graph is traced, the kernels on a GPU, None: the reference."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # a fake tensor has a type of its own
+        return operator
+    return kernels if tensor.is_cuda else None
+
+
+def _check_device(name: str, tensor: Tensor, **others: Tensor | None) -> None:
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name} is on {device}: only the CPU is served, and CUDA (use .cpu())")
+    for other, beside in others.items():
+        if beside is not None and beside.device != device:
+            raise ValueError(f"{other} is on {beside.device}, expected {device} like {name}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -369,7 +369,7 @@ def encode_tree(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@np.errstate(invalid="ignore", divide="ignore")  # a filtered token has weight 0, and noise is divided by weights
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")  # weights may be 0 or next to it, and are divided by
 def verify_tree(
     logits: Tensor,  # [batch, N, vocab]
     tree: DraftTree,

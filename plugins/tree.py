@@ -75,17 +75,17 @@ def root_tree(root_token_ids: Tensor, *, max_depth: int = 0) -> DraftTree:
     ``root_token_ids`` [batch] of an integer type. With the default ``max_depth`` 0 the outputs of verification are one
     token wide; give the drafter's D to keep the width of a speculative round.
     """
-    batch = root_token_ids.shape[0]
-    none = torch.full((batch, 1), -1, dtype=torch.int32)
+    batch, device = root_token_ids.shape[0], root_token_ids.device
+    none = torch.full((batch, 1), -1, dtype=torch.int32, device=device)
     return DraftTree(
         token_ids=root_token_ids.to(torch.int32)[:, None],
         parents=none,
-        depths=torch.zeros((batch, 1), dtype=torch.int32),
-        node_logws=torch.zeros((batch, 1)),
-        node_count=torch.ones(batch, dtype=torch.int32),
+        depths=torch.zeros((batch, 1), dtype=torch.int32, device=device),
+        node_logws=torch.zeros((batch, 1), device=device),
+        node_count=torch.ones(batch, dtype=torch.int32, device=device),
         next_token=none,
         next_sibling=none,
-        ancestor_mask=torch.ones((batch, 1, 1), dtype=torch.int32),
+        ancestor_mask=torch.ones((batch, 1, 1), dtype=torch.int32, device=device),
         max_depth=max_depth,
     )
 
