@@ -96,7 +96,8 @@ def build_tree_cuda(
         raise ValueError(f"budget {budget} exceeds the {MAX_BUDGET} draft nodes of the CUDA kernel (lower the budget)")
     if budget == 0:  # the kernel makes one node or more
         fields = build_tree_cuda(draft_logits, root_token_ids, draft_to_target, 1, "tree", False)
-        return tree_tensors(first_nodes(tree_of(fields, max_depth), 0))
+        cut = tree_tensors(first_nodes(tree_of(fields, max_depth), 0))
+        return tuple(field.contiguous() for field in cut)  # type: ignore[return-value]
     roots = root_token_ids.to(torch.int32).contiguous()
     table = roots.new_empty(0) if draft_to_target is None else draft_to_target.contiguous()
     most = 1 if mode == "chain" else min(budget, vocab)
@@ -232,8 +233,8 @@ def verify_tree_cuda(
         token_ids.new_empty(max(max_depth, 1)),  # the kernel's rows are two wide or more
     )
     accepted_nodes, accepted_count, output_ids, logprobs, status = launch(VERIFY_TREE, inputs, method=method)
-    outputs = max_depth + 1
-    return accepted_nodes[:, :outputs], accepted_count, output_ids[:, :outputs], logprobs[:, :outputs], status
+    nodes, ids, log_probs = (wide[:, : max_depth + 1].contiguous() for wide in (accepted_nodes, output_ids, logprobs))
+    return nodes, accepted_count, ids, log_probs, status
 
 
 @verify_tree.register_fake
@@ -333,7 +334,8 @@ def _on_device(device: torch.device, addresses: tuple[int, ...]) -> Tensor:
     if (device, addresses) not in _tables:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("commit meets these caches for the first time: call it once before the graph's capture")
-        _tables[device, addresses] = torch.tensor(addresses, dtype=torch.int64, device=device)
+        table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        return _tables.setdefault((device, addresses), table)  # the first thread's, if two come at once
     return _tables[device, addresses]
 
 

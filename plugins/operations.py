@@ -158,6 +158,12 @@ def _chain_too_long(s: SimpleNamespace) -> str | None:
     return None
 
 
+def _too_many_nodes(s: SimpleNamespace) -> str | None:
+    if isinstance(s.N, int) and s.N > MAX_BUDGET + 1:
+        return f"a tree of {s.N - 1} draft nodes exceeds the {MAX_BUDGET} of the kernel (lower the budget)"
+    return None
+
+
 _T = TensorSpec
 
 DRAFT_TOPK = Operation(
@@ -266,6 +272,7 @@ VERIFY_TREE = Operation(
         "F": lambda s: s.final_coins // s.B,  # 1 where final_coin is given
         "P": lambda s: s.D + 1,
     },
+    refusal=_too_many_nodes,
     grid=(lambda s: s.B, lambda s: 1),
     block=512,
     types=LOGIT_TYPES,

@@ -251,8 +251,9 @@ struct Drawn {
 
 __device__ __forceinline__ Drawn none_drawn() { return {-infinity(), 0.0f, -1}; }
 
-// How much the key of `a` with this noise is above b's. +inf if b is none, NaN if a.logit is -inf as well.
+// How much the key of `a` with this noise is above b's: +inf if b is none, but -inf or NaN if a.logit is -inf.
 __device__ __forceinline__ float lead(float logit, float noise, const Drawn& b, const Draw& draw) {
+    if (b.token < 0) return logit > -infinity() ? infinity() : -infinity();  // inverse_temperature may be 0
     return fmaf(logit - b.logit, draw.inverse_temperature, noise - b.noise);
 }
 

@@ -379,6 +379,7 @@ __device__ Step target_only_draw(const Row<T>& row, const Allowed& allowed, cons
                 step = {token, child};
                 return true;
             }
+            if (rejected_count == MAX_NODES) return true;  // a tree wider than there may be
             if (threadIdx.x == 0) rejected[rejected_count] = token;
             ++rejected_count;
             return false;
@@ -411,7 +412,8 @@ __device__ void verify_tree(const T* logits, const int* token_ids, const int* ne
     const int slot = blockIdx.x;
     const long long first_node = static_cast<long long>(slot) * N;
     const int outputs = D + 1, first_output = slot * outputs;
-    const Nodes nodes = {token_ids + first_node, next_token + first_node, next_sibling + first_node, node_count[slot]};
+    const Nodes nodes = {token_ids + first_node, next_token + first_node, next_sibling + first_node,
+                         min(node_count[slot], N)};
     const float heat = temperature[slot];
     const bool greedy = method == GREEDY || !(heat >= GREEDY_TEMPERATURE);
     const float share = min_p[slot];

@@ -297,3 +297,17 @@ def test_a_round_replayed_from_a_cuda_graph():
         assert torch.equal(replayed[2], gathered)
         for pair, expected in zip(caches, after, strict=True):
             assert all(torch.equal(*each) for each in zip(pair, expected, strict=True))
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_results_have_the_strides_that_a_compiled_graph_is_told(device, budget):
+    logits, _ = separated(5, batch=2, depth=3, vocab=40)
+    roots = torch.arange(2, dtype=torch.int32)
+    tree = ops.build_tree(moved(logits, device), moved(roots, device), budget=budget)
+    root = ops.root_tree(moved(roots, device))
+    positions = torch.zeros(2, dtype=torch.int64, device=device)
+    verified = ops.verify_tree(
+        torch.zeros(2, 1, 40, device=device), root, positions, moved(settings({"seed": 1}, {"seed": 2}), device)
+    )
+    for result in (tree, verified):
+        assert all(field.is_contiguous() for field in vars(result).values() if isinstance(field, torch.Tensor))

@@ -114,6 +114,20 @@ def test_a_wrong_attribute_is_refused_by_name(changed, error, message):
         BUILD_TREE.sizes([(B, D, 7), (B, D, 7), (B,)], **attributes)
 
 
+def test_what_a_kernel_has_no_room_for_is_refused():
+    def wide(nodes):
+        links = dict.fromkeys(("token_ids", "next_token", "next_sibling"), (B, nodes))
+        return verify_shapes(logits=(B, nodes, V), token_bitmask=(B, nodes, 0), **links)
+
+    with pytest.raises(ValueError, match="a tree of 1024 draft nodes exceeds the 1023 of the kernel"):
+        VERIFY_TREE.sizes(wide(1025), method="coupled")
+    VERIFY_TREE.sizes(wide(1024), method="coupled")
+    chain = {"budget": 40, "mode": "tree", "keep_chain": 1}
+    with pytest.raises(ValueError, match="keep_chain with D 33 exceeds the 32 depths of the kernel"):
+        BUILD_TREE.sizes([(B, 33, 40), (B, 33, 40), (B,)], **chain)
+    BUILD_TREE.sizes([(B, 32, 40), (B, 32, 40), (B,)], **chain)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels, as NVRTC compiled them
 # ---------------------------------------------------------------------------------------------------------------------

@@ -445,3 +445,29 @@ def test_a_wrong_result_is_caught(old, new):
 def test_few_slots_were_exempt():
     """Of those compared above: one in 200, and one."""
     assert len(EXEMPT) <= 1 + sum(COMPARED) // 200
+
+
+def test_an_infinite_temperature_draws_a_token_as_the_reference_does():
+    for slot in ({"temperature": INF}, {"temperature": INF, "top_p": 0.5}):
+        inputs, _ = case(5, 100, 7, torch.float32, [slot, {"temperature": 1.0}])
+        assert_agrees(verify_tree(*inputs), inputs)
+
+
+def test_a_node_count_beyond_the_tree_reaches_no_other_request():
+    (logits, tree, positions, settings), _ = case(6, 17, 7, torch.float32, [{"temperature": 0.0}] * 2)
+    alone = verify_tree(logits, tree, positions, settings)
+    tree.node_count[0] = 2**30
+    tree.next_token[0][tree.next_token[0] < 0] = 9  # row 1 of the other request, were it followed
+    together = verify_tree(logits, tree, positions, settings, sanitize=True)
+    assert (together.accepted_nodes < 8).all()
+    for name in NAMES:
+        assert torch.equal(getattr(together, name)[1], getattr(alone, name)[1])
+
+
+def test_more_rejected_children_than_a_tree_may_have_stay_inside_the_kernels_memory():
+    budget, vocab = 1100, 1200
+    tree = ops.build_tree(torch.zeros(1, 1, vocab), torch.zeros(1, dtype=torch.int32), budget=budget)
+    logits = torch.full((1, budget + 1, vocab), -50.0)
+    logits[0, 0, vocab - 1] = 0.0  # not a child: all children are rejected
+    inputs = (logits, tree, torch.zeros(1, dtype=torch.int64), sampling([{"temperature": 1.0, "seed": 1}]))
+    verify_tree(*inputs, method="target_only", sanitize=True)
