@@ -100,18 +100,19 @@ def generate(
         params.seed = params.resolved_seed()
     if show_tree:
         llm.on_round = lambda tree, verified: messages.print("", draw_tree(tree, verified, llm.tokenizer), sep="\n")
-    if given is None:
-        _write(text)  # nobody typed it, so show what is continued
-    output = _stream(llm, text, params)
+    output = _stream(llm, text, params, show_prompt=given is None)  # nobody typed it, so show what is continued
     llm.on_round = None
     if output.error is not None:
         raise click.ClickException(output.error)
     _say(_comparison(llm, text, params, output) if compare else _summary(llm, output))
 
 
-def _stream(llm: "LLM", text: str, params: "SamplingParams") -> "RequestOutput":
+def _stream(llm: "LLM", text: str, params: "SamplingParams", *, show_prompt: bool) -> "RequestOutput":
     written = 0
-    for output in llm.stream(text, params):
+    outputs = llm.stream(text, params)  # a refusal comes before anything is written
+    if show_prompt:
+        _write(text)
+    for output in outputs:
         _write(output.outputs[0].text[written:])
         written = len(output.outputs[0].text)
     _write("\n")

@@ -71,7 +71,7 @@ def _key(target: Path, draft: Path | None) -> str:
     version of the package."""
     digest = hashlib.sha256(f"{FORMAT_VERSION} {version('ddtree-trtllm')}".encode())
     for role, directory in (("target", target), ("draft", draft)):
-        digest.update(f"{role}\n".encode())
+        digest.update(f"{role} {'none' if directory is None else 'given'}\n".encode())  # given, but missing: not none
         for file in sorted(directory.iterdir()) if directory and directory.is_dir() else []:
             stat = file.stat()
             digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())

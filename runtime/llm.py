@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ddtree.builder import is_engine
-from ddtree.builder.build import TOKENIZER
+from ddtree.builder.build import MAX_TREE_NODES, TOKENIZER
 from ddtree.plugins.tree import DraftTree, Verified
 from ddtree.runtime.batch import Batch
 from ddtree.runtime.detokenizer import Detokenizer
@@ -260,9 +260,8 @@ class LLM:
             raise RequestError(f"budget {nodes} is negative (use 0 to {limit})")
         if nodes > limit:
             what = "budget" if self.method == "ddtree" else "the chain's length"
-            raise RequestError(
-                f"{what} {nodes} exceeds the engine's max_tree_nodes {limit} (rebuild with --budget {nodes})"
-            )
+            remedy = f"rebuild with --budget {nodes}" if nodes <= MAX_TREE_NODES else f"lower it to {limit}"
+            raise RequestError(f"{what} {nodes} exceeds the engine's max_tree_nodes {limit} ({remedy})")
 
 
 def _prompts(prompts: Any) -> tuple[list[Any], bool]:

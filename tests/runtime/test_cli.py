@@ -139,6 +139,10 @@ def test_an_engine_for_sm_120_is_built_and_shown(ddtree, tiny_pair: tuple[Path, 
     assert "target.engine has changed since the engine was built" in refusal(ddtree("inspect", engine))
 
 
+def test_a_refusal_comes_before_the_sample_prompt(ddtree) -> None:
+    assert "temperature -1.0 is out of range" in refusal(ddtree("generate", "--temperature", -1))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree.builder import BuildError
 from ddtree.demo.prompts import DEFAULT_PROMPT, KINDS, held_out_prompts
 from ddtree.runtime import LLM, SamplingParams
 from ddtree.runtime.engine_cache import cached_engine, demo_pair
@@ -55,6 +56,17 @@ def test_the_engine_is_built_once_and_again_if_it_is_damaged(cache: Path, monkey
     (engine / "target.onnx").write_bytes(b"cut")
     assert cached_engine(*demo_pair()) == engine
     LLM(engine)
+
+
+def test_a_drafter_that_is_not_there_is_refused_whatever_the_cache_holds(cache: Path, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("DDTREE_CACHE", str(cache))
+    target = demo_pair()[0]
+    cached_engine(target, None)
+    with pytest.raises(BuildError, match="nowhere is not a directory"):
+        cached_engine(target, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BuildError, match="empty"):
+        cached_engine(target, tmp_path / "empty")
 
 
 def test_first_uses_at_the_same_time_share_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,7 @@ def test_the_context_can_be_filled_to_its_last_token(tiny_llm: LLM) -> None:
     ("settings", "message"),
     [
         ({"budget": 256}, "budget 256 exceeds the engine's max_tree_nodes 255 (rebuild with --budget 256)"),
+        ({"budget": 1024}, "budget 1024 exceeds the engine's max_tree_nodes 255 (lower it to 255)"),
         ({"budget": -1}, "budget -1 is negative (use 0 to 255)"),
         ({"budget": 2.5}, "budget 2.5 is not a whole number (use 0 to 255)"),
         ({"method": "eagle"}, "method 'eagle' is not known (use one of ddtree, chain, ar)"),
