@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ddtree.demo.evaluate import loops
 from ddtree.demo.prompts import KINDS, held_out_prompts
 from ddtree.runtime import LLM, SamplingParams
 from ddtree.runtime.round import Method
 
-NGRAM = 12
 BOOTSTRAP = 2000
 
 
@@ -39,8 +39,7 @@ class Run:
 
     @property
     def loops(self) -> bool:
-        grams = [self.token_ids[i : i + NGRAM] for i in range(len(self.token_ids) - NGRAM + 1)]
-        return len(set(grams)) < len(grams)
+        return loops(self.token_ids)
 
 
 @dataclass(frozen=True)

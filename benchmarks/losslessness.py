@@ -3,8 +3,8 @@
 The draw at a position is the same function of its logits in both. The logits are not quite: in a tree pass the keys and
 values of a node's ancestors lie at other cache slots than in plain decoding, and attention sums in slot order, so
 float32 rounding differs in the last bits. Where the two best keys (logit / temperature + noise) lie nearer than that
-rounding, the other token may win. This script counts such
-texts on the demo pair, and prints the gap between the two best keys at each first difference.
+rounding, the other token may win. This script counts such texts on the demo pair, and prints the gap between the two
+best keys at each first difference.
 """
 
 import click

@@ -6,7 +6,7 @@ RTX has no plugins.
 
 import numpy as np
 
-from ddtree.plugins.operations import BUILD_TREE, DRAFT_TOPK, VERIFY_TREE
+from ddtree.plugins.operations import BUILD_TREE, DRAFT_TOPK, VERIFY_TREE, mask_words
 
 from .compile import Network, Profile
 from .errors import BuildError
@@ -82,5 +82,5 @@ def add_verify_tree(network: Network, max_depth: int) -> None:
 def ranges(vocab_size: int) -> Profile:
     """The ranges of the dimensions that the operations add: a grammar's bitmask may be there or not, coins are of the
     method target_only, which engines are not built for, and a table of ids that is there is a constant."""
-    words = -(-vocab_size // 32)
+    words = mask_words(vocab_size)
     return {"bitmask_words": (0, 0, words), "coins": (0, 0, 0), "final_coins": (0, 0, 0), "mapped_vocab": (0, 0, 0)}

@@ -6,7 +6,7 @@ one pass of the drafter gives its marginals at every position of it, and each bu
 
 import argparse
 import json
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from ddtree.plugins.ops import build_tree
 NEW_TOKENS = 96
 BUDGETS = (8, 16, 32, 64)
 PROMPT_SEED = 7
-_REPEAT = 12  # a text loops if one of its 12-grams occurs twice
+_REPEAT = 12
 
 
 @dataclass
@@ -49,9 +49,13 @@ class Written:
 
     @property
     def loops(self) -> bool:
-        text = self.ids[self.first :].tolist()
-        grams = Counter(tuple(text[i : i + _REPEAT]) for i in range(len(text) - _REPEAT + 1))
-        return any(count > 1 for count in grams.values())
+        return loops(self.ids[self.first :].tolist())
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether some 12-gram of a text occurs in it twice."""
+    grams = [tuple(token_ids[i : i + _REPEAT]) for i in range(len(token_ids) - _REPEAT + 1)]
+    return len(set(grams)) < len(grams)
 
 
 @torch.no_grad()

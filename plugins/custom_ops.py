@@ -25,6 +25,7 @@ from ddtree.plugins.operations import (
     MAX_BUDGET,
     VERIFY_TREE,
     Operation,
+    mask_words,
 )
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, first_nodes
 
@@ -110,7 +111,7 @@ def build_tree_cuda(
 @build_tree.register_fake
 def _(draft_logits, root_token_ids, draft_to_target, budget, mode, keep_chain):
     nodes = budget + 1
-    return tuple(_new_outputs(BUILD_TREE, draft_logits, B=draft_logits.shape[0], N=nodes, W=(nodes + 31) // 32))
+    return tuple(_new_outputs(BUILD_TREE, draft_logits, B=draft_logits.shape[0], N=nodes, W=mask_words(nodes)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

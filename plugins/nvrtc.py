@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ddtree.plugins.cache import cache_root
+
 KERNELS = Path(__file__).parent / "kernels"
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120")  # those that the kernels are tested for
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")  # -v: resources of each kernel, in the log
@@ -182,9 +184,7 @@ def _sum(pattern: str, text: str) -> int:
 
 
 def _cache_directory() -> Path:
-    if path := os.environ.get("DDTREE_CACHE"):
-        return Path(path) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddtree" / "kernels"
+    return cache_root() / "kernels"
 
 
 # A stored file: SHA-256 of the rest, three lengths, the three parts.

@@ -148,7 +148,8 @@ def _check_size(spec: TensorSpec, shape: Sequence[Any], size: Any, expected: Any
         raise ValueError(f"{spec.name} has shape {list(shape)}: {size} is not the {expected} of the other arguments")
 
 
-def _words(bits: Any) -> Any:
+def mask_words(bits: Any) -> Any:
+    """int32 words that hold so many bits."""
     return (bits + 31) // 32
 
 
@@ -210,7 +211,7 @@ BUILD_TREE = Operation(
         _T("next_sibling", "int32", "B N"),
         _T("ancestor_mask", "int32", "B N W"),
     ),
-    formulas={"N": lambda s: s.budget + 1, "W": lambda s: _words(s.N)},
+    formulas={"N": lambda s: s.budget + 1, "W": lambda s: mask_words(s.N)},
     refusal=_chain_too_long,
     grid=(lambda s: s.B, lambda s: 1),
     block=512,
@@ -268,7 +269,7 @@ VERIFY_TREE = Operation(
     ),
     unused_or={"M": "bitmask_words", "C": "N", "final_coins": "B"},
     formulas={
-        "bitmask_words": lambda s: _words(s.V),
+        "bitmask_words": lambda s: mask_words(s.V),
         "F": lambda s: s.final_coins // s.B,  # 1 where final_coin is given
         "P": lambda s: s.D + 1,
     },

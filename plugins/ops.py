@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddtree.plugins import custom_ops, reference
-from ddtree.plugins.operations import METHODS, MODES
+from ddtree.plugins.operations import METHODS, MODES, mask_words
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, check_tensor, root_tree
 
 __all__ = [
@@ -203,7 +203,7 @@ def verify_tree(
         raise ValueError(f"sampling has {sampling.temperature.shape[0]} slots, expected {batch}")
     _check_choice("method", method, METHODS)
     if token_bitmask is not None:
-        check_tensor("token_bitmask", token_bitmask, (batch, width, -(-vocab // 32)), torch.int32)
+        check_tensor("token_bitmask", token_bitmask, (batch, width, mask_words(vocab)), torch.int32)
     if method != "target_only" and (
         coins is not None or final_coin is not None or threshold_single != 1 or threshold_acc != 1
     ):

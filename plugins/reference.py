@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree.plugins import philox
+from ddtree.plugins.operations import mask_words
 from ddtree.plugins.sampling import TokenNoise, coupled_draw, filtered_weights, target_only_draw
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified
 
@@ -319,7 +320,7 @@ def _ancestor_words(parents: NDArray, deepest: int) -> NDArray:
     """Packed ancestor masks, int32 [batch, N, ceil(N/32)], by doubling: each step sees twice as many generations."""
     batch, width = parents.shape
     node = np.arange(width)
-    words = np.zeros((batch, width, (width + 31) // 32), np.uint32)
+    words = np.zeros((batch, width, mask_words(width)), np.uint32)
     words[:, node, node // 32] = np.uint32(1) << (node % 32).astype(np.uint32)
     words = words.reshape(batch * width, -1)
     above = np.where(parents >= 0, parents, node) + np.arange(batch)[:, None] * width

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddtree.plugins.operations import mask_words
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -32,7 +34,7 @@ class DraftTree:
             check_tensor(name, getattr(self, name), (batch, width), torch.int32)
         check_tensor("node_logws", self.node_logws, (batch, width), torch.float32)
         check_tensor("node_count", self.node_count, (batch,), torch.int32)
-        check_tensor("ancestor_mask", self.ancestor_mask, (batch, width, (width + 31) // 32), torch.int32)
+        check_tensor("ancestor_mask", self.ancestor_mask, (batch, width, mask_words(width)), torch.int32)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def first_nodes(tree: DraftTree, count: int) -> DraftTree:
         node_count=tree.node_count.clamp(max=kept),
         next_token=links(tree.next_token),
         next_sibling=links(tree.next_sibling),
-        ancestor_mask=tree.ancestor_mask[:, :kept, : (kept + 31) // 32],
+        ancestor_mask=tree.ancestor_mask[:, :kept, : mask_words(kept)],
         max_depth=tree.max_depth,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddtree.plugins.operations import BUILD_TREE, DRAFT_TOPK, VERIFY_TREE, Operation
+from ddtree.plugins.operations import BUILD_TREE, DRAFT_TOPK, VERIFY_TREE, Operation, mask_words
 from ddtree.plugins.tree import DraftTree, check_tensor
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class DynamicTreeBuffers:
         check_tensor("spec_decoding_generation_lengths", lengths, shape[:1], torch.int32)
         if not bool(((lengths >= 1) & (lengths <= shape[1])).all()):
             raise ValueError(f"spec_decoding_generation_lengths holds {lengths.tolist()}, expected 1 to {shape[1]}")
-        rows = int(lengths.sum()), _words(int(lengths.max()))
+        rows = int(lengths.sum()), mask_words(int(lengths.max()))
         check_tensor("spec_decoding_packed_mask", self.spec_decoding_packed_mask, rows, torch.int32)
 
 
@@ -176,7 +176,7 @@ def to_dynamic_tree(tree: DraftTree) -> DynamicTreeBuffers:
         retrieve_next_sibling=tree.next_sibling,
         spec_decoding_generation_lengths=tree.node_count,
         spec_decoding_position_offsets=tree.depths,
-        spec_decoding_packed_mask=tree.ancestor_mask[real][:, : _words(int(tree.node_count.max()))].contiguous(),
+        spec_decoding_packed_mask=tree.ancestor_mask[real][:, : mask_words(int(tree.node_count.max()))].contiguous(),
     )
 
 
@@ -222,7 +222,7 @@ def from_dynamic_tree(buffers: DynamicTreeBuffers, *, max_depth: int, node_logws
     if int(depths.max()) > max_depth:
         raise ValueError(f"max_depth {max_depth} is below the depth {int(depths.max())} of a node")
     ancestor_mask = _packed(sees)
-    if not torch.equal(ancestor_mask[real][:, : _words(int(lengths.max()))], buffers.spec_decoding_packed_mask):
+    if not torch.equal(ancestor_mask[real][:, : mask_words(int(lengths.max()))], buffers.spec_decoding_packed_mask):
         raise ValueError("spec_decoding_packed_mask is not the ancestors that the links say")
     if node_logws is None:
         node_logws = torch.zeros((batch, width), device=device).masked_fill(~real, -torch.inf)
@@ -239,12 +239,8 @@ def from_dynamic_tree(buffers: DynamicTreeBuffers, *, max_depth: int, node_logws
     )
 
 
-def _words(bits: int) -> int:
-    return (bits + 31) // 32
-
-
 def _packed(sees: Tensor) -> Tensor:
     """Bits of [..., N] booleans in [..., ceil(N/32)] int32 words, bit 0 first."""
     width = sees.shape[-1]
-    bits = torch.nn.functional.pad(sees, (0, 32 * _words(width) - width)).unflatten(-1, (-1, 32)).int()
+    bits = torch.nn.functional.pad(sees, (0, 32 * mask_words(width) - width)).unflatten(-1, (-1, 32)).int()
     return (bits << torch.arange(32, dtype=torch.int32, device=sees.device)).sum(-1, dtype=torch.int32)

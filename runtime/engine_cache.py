@@ -1,7 +1,6 @@
 """Engines built on first use and kept: the demo pair's, and those of checkpoints given instead of an engine."""
 
 import hashlib
-import os
 import shutil
 import time
 from importlib.metadata import version
@@ -11,6 +10,7 @@ from ddtree.builder import FORMAT_VERSION, BuildError, Manifest, build_engine
 from ddtree.builder.build import MAX_TREE_NODES
 from ddtree.builder.errors import BusyError
 from ddtree.demo import DRAFT_DIR, TARGET_DIR
+from ddtree.plugins.cache import cache_root
 
 _POLL_SECONDS = 0.1
 
@@ -23,9 +23,9 @@ def demo_pair() -> tuple[Path, Path]:
 def cached_engine(target: Path, draft: Path | None) -> Path:
     """The ONNX Runtime engine of these checkpoints, built now if the cache has none of this content.
 
-    The cache is $DDTREE_CACHE, or ddtree in $XDG_CACHE_HOME or ~/.cache.
+    The cache is ``cache_root()``.
     """
-    directory = _cache_root() / _key(target, draft)
+    directory = cache_root() / _key(target, draft)
     if _opens(directory):
         return directory
     shutil.rmtree(directory, ignore_errors=True)  # damaged
@@ -58,12 +58,6 @@ def _opens(directory: Path) -> bool:
     except BuildError:
         return False
     return True
-
-
-def _cache_root() -> Path:
-    if path := os.environ.get("DDTREE_CACHE"):
-        return Path(path)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddtree"
 
 
 def _key(target: Path, draft: Path | None) -> str:

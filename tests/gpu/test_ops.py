@@ -7,6 +7,8 @@ from simt.driver import Driver, install
 
 from ddtree.plugins import custom_ops, ops, reference
 
+from ..plugins import oracles
+
 NO_DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -34,19 +36,6 @@ def moved(value, device):
         name: moved(field, device) if isinstance(field, torch.Tensor) else field for name, field in vars(value).items()
     }
     return type(value)(**fields)
-
-
-def settings(*slots: dict) -> ops.SamplingTensors:
-    def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([slot.get(name, default) for slot in slots], dtype=dtype)
-
-    return ops.SamplingTensors(
-        temperature=column("temperature", 1.0, torch.float32),
-        top_k=column("top_k", 0, torch.int32),
-        top_p=column("top_p", 1.0, torch.float32),
-        min_p=column("min_p", 0.0, torch.float32),
-        seed=column("seed", 0, torch.int64),
-    )
 
 
 def separated(budget: int, **shape) -> tuple[torch.Tensor, ops.DraftTree]:
@@ -125,10 +114,10 @@ def test_encode_tree(device, dtype, window):
 
 
 SETTINGS = {
-    "sampled and greedy": settings({"seed": 1}, {"temperature": 0.0}, {"temperature": 0.7, "seed": -5}),
-    "top_k": settings({"top_k": 3, "seed": 1}, {"top_k": 1}, {"top_k": 500, "seed": 9}),
-    "top_p": settings({"top_p": 0.8, "seed": 1}, {"top_p": 0.3}, {"top_p": 0.99, "temperature": 1.5}),
-    "min_p": settings({"min_p": 0.1, "seed": 1}, {"min_p": 0.5}, {"min_p": 0.01, "top_p": 0.9, "top_k": 20}),
+    "sampled and greedy": oracles.sampling([{"seed": 1}, {"temperature": 0.0}, {"temperature": 0.7, "seed": -5}]),
+    "top_k": oracles.sampling([{"top_k": 3, "seed": 1}, {"top_k": 1}, {"top_k": 500, "seed": 9}]),
+    "top_p": oracles.sampling([{"top_p": 0.8, "seed": 1}, {"top_p": 0.3}, {"top_p": 0.99, "temperature": 1.5}]),
+    "min_p": oracles.sampling([{"min_p": 0.1, "seed": 1}, {"min_p": 0.5}, {"min_p": 0.01, "top_p": 0.9, "top_k": 20}]),
 }
 
 
@@ -162,7 +151,7 @@ def test_verify_tree(device, method, filters, dtype):
 def test_verify_tree_of_a_large_vocabulary(device, large):
     _, tree = separated(6, batch=1, depth=3, vocab=300)
     logits = target_logits(tree, large, torch.bfloat16)
-    sampling, roots = settings({"seed": 4, "top_p": 0.95}), torch.tensor([50])
+    sampling, roots = oracles.sampling([{"seed": 4, "top_p": 0.95}]), torch.tensor([50])
     expected = reference.verify_tree(logits, tree, roots, sampling)
     inputs = [moved(value, device) for value in (logits, tree, roots, sampling)]
     assert_same_verified(ops.verify_tree(*inputs), expected)
@@ -170,7 +159,8 @@ def test_verify_tree_of_a_large_vocabulary(device, large):
 
 def test_verify_tree_with_a_grammar_coins_and_thresholds(device):
     _, tree = separated(12, batch=2, depth=4, vocab=300)
-    logits, sampling, roots = target_logits(tree, 300, torch.float32), settings({}, {"top_k": 9}), torch.tensor([7, 0])
+    logits, roots = target_logits(tree, 300, torch.float32), torch.tensor([7, 0])
+    sampling = oracles.sampling([{}, {"top_k": 9}])
     generator = torch.Generator().manual_seed(0)
     options = {
         "token_bitmask": torch.randint(-(2**31), 2**31 - 1, (2, 13, 10), dtype=torch.int32, generator=generator),
@@ -190,7 +180,7 @@ def test_bad_data_is_the_status_of_its_request(device):
     logits[0, 0, 5] = torch.nan
     bitmask = torch.full((3, 13, 10), -1, dtype=torch.int32)
     bitmask[1] = 0
-    sampling = settings({}, {}, {"seed": 2})
+    sampling = oracles.sampling([{}, {}, {"seed": 2}])
     expected = reference.verify_tree(logits, tree, roots, sampling, token_bitmask=bitmask)
     assert expected.status.tolist() == [1, 2, 0]
     inputs = [moved(value, device) for value in (logits, tree, roots, sampling)]
@@ -199,7 +189,8 @@ def test_bad_data_is_the_status_of_its_request(device):
 
 def test_root_alone_is_a_plain_decoding_step(device):
     tree = ops.root_tree(torch.tensor([3, 4]))
-    logits, sampling, roots = 2 * torch.randn(2, 1, 50), settings({"seed": 1}, {"seed": 2}), torch.tensor([5, 6])
+    logits, roots = 2 * torch.randn(2, 1, 50), torch.tensor([5, 6])
+    sampling = oracles.sampling([{"seed": 1}, {"seed": 2}])
     expected = reference.verify_tree(logits, tree, roots, sampling)
     inputs = [moved(value, device) for value in (logits, tree, roots, sampling)]
     verified = ops.verify_tree(*inputs)
@@ -262,7 +253,8 @@ def test_a_round_replayed_from_a_cuda_graph():
     device = torch.device("cuda")
     cases = [draft_logits(seed, batch=2, depth=6, vocab=5000) for seed in range(3)]
     drafts, roots = cases[0].to(device), torch.tensor([3, 4], device=device)
-    past, sampling = torch.tensor([9, 20], device=device), moved(settings({"seed": 1}, {"temperature": 0.0}), device)
+    past = torch.tensor([9, 20], device=device)
+    sampling = moved(oracles.sampling([{"seed": 1}, {"temperature": 0.0}]), device)
     caches = [(torch.randn(2, 2, 64, 16, device=device), torch.randn(2, 2, 64, 16, device=device)) for _ in range(2)]
     features = torch.randn(2, 31, 8, device=device)
 
@@ -307,7 +299,10 @@ def test_results_have_the_strides_that_a_compiled_graph_is_told(device, budget):
     root = ops.root_tree(moved(roots, device))
     positions = torch.zeros(2, dtype=torch.int64, device=device)
     verified = ops.verify_tree(
-        torch.zeros(2, 1, 40, device=device), root, positions, moved(settings({"seed": 1}, {"seed": 2}), device)
+        torch.zeros(2, 1, 40, device=device),
+        root,
+        positions,
+        moved(oracles.sampling([{"seed": 1}, {"seed": 2}]), device),
     )
     for result in (tree, verified):
         assert all(field.is_contiguous() for field in vars(result).values() if isinstance(field, torch.Tensor))

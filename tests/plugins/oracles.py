@@ -119,6 +119,22 @@ def stacked(trees: list[ops.DraftTree]) -> ops.DraftTree:
     )
 
 
+def vector_logits(entry: dict) -> torch.Tensor:
+    """The draft logits of an entry of build_tree.json, [1, D, vocab]; JSON has null for -inf."""
+    rows = [[-math.inf if value is None else value for value in row] for row in entry["draft_logits"]]
+    return torch.tensor([rows])
+
+
+def assert_tree_of_vector(tree: ops.DraftTree, entry: dict) -> None:
+    """``tree`` is the one that an entry of build_tree.json expects."""
+    count = len(entry["parents"])
+    assert tree.node_count.tolist() == [count]
+    assert tree.token_ids[0, 1:count].tolist() == entry["token_ids"]
+    for name in ("parents", "depths", "next_token", "next_sibling"):
+        assert getattr(tree, name)[0, :count].tolist() == entry[name], name
+    np.testing.assert_allclose(tree.node_logws[0, :count], entry["node_logws"], rtol=0, atol=1e-5)
+
+
 def sampling(slots: list[dict], **common) -> ops.SamplingTensors:
     """Settings of each slot: keys temperature, top_k, top_p, min_p, seed, what is absent being off."""
     slots = [{**common, **slot} for slot in slots]

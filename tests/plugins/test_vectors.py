@@ -1,7 +1,6 @@
 """The reference vectors, computed in float64 by an independent program."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from ddtree.plugins import ops, philox
 from ddtree.plugins.sampling import filtered_weights
 
-from .oracles import sampling, tree_of
+from .oracles import assert_tree_of_vector, sampling, tree_of, vector_logits
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 
@@ -56,14 +55,8 @@ def test_coupled_draw(entry):
 
 @pytest.mark.parametrize("entry", entries("build_tree.json"))
 def test_build_tree(entry):
-    rows = [[-math.inf if value is None else value for value in row] for row in entry["draft_logits"]]
-    tree = ops.build_tree(torch.tensor([rows]), torch.tensor([3]), budget=entry["budget"])
-    count = len(entry["parents"])
-    assert tree.node_count.tolist() == [count]
-    assert tree.token_ids[0, 1:count].tolist() == entry["token_ids"]
-    for name in ("parents", "depths", "next_token", "next_sibling"):
-        assert getattr(tree, name)[0, :count].tolist() == entry[name], name
-    np.testing.assert_allclose(tree.node_logws[0, :count], entry["node_logws"], rtol=0, atol=1e-5)
+    tree = ops.build_tree(vector_logits(entry), torch.tensor([3]), budget=entry["budget"])
+    assert_tree_of_vector(tree, entry)
 
 
 @pytest.mark.parametrize("entry", entries("verify_tree.json"))

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from ddtree.plugins import ops
 
-from ..plugins.oracles import all_prefixes, nodes_of
+from ..plugins.oracles import all_prefixes, assert_tree_of_vector, nodes_of, vector_logits
 from .draft_kernels import TREE_FIELDS, assert_heap_tree, assert_same_tree, build_tree, padded, ranked
 from .runner import KERNELS, SimtError, build, build_text
 
@@ -162,16 +162,11 @@ def test_the_chain_is_kept_whole(depths, scale):
 
 @pytest.mark.parametrize("entry", json.loads((VECTORS / "build_tree.json").read_text()))
 def test_vectors(entry):
-    logits = torch.tensor([[[-INF if value is None else value for value in row] for row in entry["draft_logits"]]])
+    logits = vector_logits(entry)
     tree = build_tree(
         *ranked(logits, min(entry["budget"], logits.shape[-1])), torch.tensor([3]), budget=entry["budget"]
     )
-    count = len(entry["parents"])
-    assert tree.node_count.tolist() == [count]
-    assert tree.token_ids[0, 1:count].tolist() == entry["token_ids"]
-    for name in ("parents", "depths", "next_token", "next_sibling"):
-        assert getattr(tree, name)[0, :count].tolist() == entry[name], name
-    np.testing.assert_allclose(tree.node_logws[0, :count], entry["node_logws"], rtol=0, atol=1e-5)
+    assert_tree_of_vector(tree, entry)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
