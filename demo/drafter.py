@@ -59,7 +59,7 @@ class Drafter(nn.Module):
         hidden = target_shape.hidden_size
         self.fc = nn.Linear(len(shape.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, target_shape.rms_norm_eps)
-        self.layers = nn.ModuleList(DrafterLayer(target_shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(DrafterLayer(shape.layer(target_shape)) for _ in range(shape.layers))
         self.norm = RMSNorm(hidden, target_shape.rms_norm_eps)
         initialise(self)
 

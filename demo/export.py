@@ -17,7 +17,7 @@ _TARGET_PREFIX = "model."
 
 def export_target(target: Target, directory: Path) -> None:
     """config.json, generation_config.json and model.safetensors; the tokenizer's files are written beside them."""
-    config = {"architectures": ["Qwen3ForCausalLM"], **_shared_config(target.shape, target.shape.layers)}
+    config = {"architectures": ["Qwen3ForCausalLM"], **_shared_config(target.shape)}
     config |= {"tie_word_embeddings": True, "use_cache": True, "eos_token_id": END_ID, "pad_token_id": END_ID}
     _write(directory, config, {_TARGET_PREFIX + name: weight for name, weight in _float16(target).items()})
     _write_json(directory / "generation_config.json", {"eos_token_id": END_ID, "pad_token_id": END_ID})
@@ -26,7 +26,7 @@ def export_target(target: Target, directory: Path) -> None:
 def export_drafter(drafter: Drafter, directory: Path) -> None:
     """config.json and model.safetensors."""
     shape = drafter.shape
-    config = {"architectures": ["DFlashDraftModel"], **_shared_config(drafter.target_shape, shape.layers)}
+    config = {"architectures": ["DFlashDraftModel"], **_shared_config(shape.layer(drafter.target_shape))}
     config |= {
         "block_size": shape.block_size,
         "num_target_layers": drafter.target_shape.layers,
@@ -67,7 +67,7 @@ def assert_equals_transformers(shape: TargetShape, target_layer_ids: tuple[int, 
     return difference
 
 
-def _shared_config(shape: TargetShape, layers: int) -> dict:
+def _shared_config(shape: TargetShape) -> dict:
     return {
         "model_type": "qwen3",
         "attention_bias": False,
@@ -79,7 +79,7 @@ def _shared_config(shape: TargetShape, layers: int) -> dict:
         "intermediate_size": shape.intermediate_size,
         "max_position_embeddings": shape.max_positions,
         "num_attention_heads": shape.heads,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,

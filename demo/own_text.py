@@ -1,11 +1,12 @@
-"""What the drafter learns from: text that the target wrote itself, with the target's hidden states.
+"""What the drafter learns from: text that the target wrote itself, and some that it read, with its hidden states.
 
-A row is a series of prompt and continuation: some tokens of training text, then up to 144 of the target's own (or up to
-its end token), then the next prompt. Every other row is greedy, the rest is sampled. Rows advance in step, so
-one batch needs no padding and no mask.
+A row of its own text is a series of prompt and continuation: some tokens of training text, then up to 144 of the
+target's own (or up to its end token), then the next prompt. Every other row is greedy, the rest is sampled. Rows
+advance in step, so one batch needs no padding and no mask.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,49 +28,86 @@ class Batch:
     """Rows of own text, memory-mapped."""
 
     ids: np.ndarray  # [rows, length] uint16
-    own: np.ndarray  # [rows, length] bool: written by the target, not part of a prompt
+    own: np.ndarray  # [rows, length] bool: to be learnt; all but what is part of a prompt
     features: np.ndarray  # [rows, length, taps * hidden] float16
 
 
 def write_own_text(recipe: Recipe, target: Target, tokenizer: Tokenizer, directory: Path, report: Report) -> None:
     """Write every batch of the recipe that `directory` does not have yet."""
-    prompts = training_prompts(recipe, tokenizer)
+    library, generated = library_prompts(recipe, tokenizer), generated_prompts(recipe, tokenizer)
+    pools = {
+        "own": [library] * len(GENERATED_KINDS) + [generated] * len(GENERATED_KINDS),
+        "own library": [library],
+    }
+    read = token_stream(tokenizer, stdlib_texts(held_out=False))
     directory.mkdir(parents=True, exist_ok=True)
-    todo = [(size, number) for size in recipe.own_text for number in range(size.batches)]
-    for done, (size, number) in enumerate(todo):
-        path = batch_path(directory, size, number)
+    todo = [(rows, number) for rows, numbers in _numbered(recipe) for number in numbers]
+    for done, (rows, number) in enumerate(todo):
+        path = batch_path(directory, rows, number)
         if not path.exists():
-            rng = np.random.default_rng([recipe.seed, size.length, number])
+            rng = np.random.default_rng([recipe.seed, rows.length, number])
+            if rows.source == "read library":
+                _save(path, read_batch(recipe, target, read, rows.rows, rows.length, rng))
+            else:
+                prompts = pools[rows.source]
 
-            def next_prompt(row: int, rng: np.random.Generator = rng) -> list[int]:
-                pool = prompts[row // 2 % len(prompts)]  # so that each pool has greedy and sampled rows
-                return pool[rng.integers(len(pool)), : rng.integers(*recipe.prompt_tokens, endpoint=True)].tolist()
+                def next_prompt(row: int, prompts: list = prompts, rng: np.random.Generator = rng) -> list[int]:
+                    pool = prompts[row // 2 % len(prompts)]  # so that each pool has greedy and sampled rows
+                    return pool[rng.integers(len(pool)), : rng.integers(*recipe.prompt_tokens, endpoint=True)].tolist()
 
-            _save(path, write_batch(recipe, target, next_prompt, size.rows, size.length, int(rng.integers(2**62))))
-        tokens = sum(s.rows * s.length for s, _ in todo[: done + 1])
+                seed = int(rng.integers(2**62))
+                _save(path, write_batch(recipe, target, next_prompt, rows.rows, rows.length, seed))
+        tokens = sum(r.rows * r.length for r, _ in todo[: done + 1])
         report(done + 1, len(todo), f"{tokens / 1000:.0f} k tokens")
 
 
-def read_own_text(recipe: Recipe, directory: Path) -> list[list[Batch]]:
+def read_own_text(recipe: Recipe, directory: Path) -> dict[Rows, list[Batch]]:
     """The batches of each part of the recipe."""
-    return [[_load(batch_path(directory, size, n)) for n in range(size.batches)] for size in recipe.own_text]
+    return {rows: [_load(batch_path(directory, rows, n)) for n in numbers] for rows, numbers in _numbered(recipe)}
 
 
-def training_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Prompts of each kind from training text, uint16 [count, prompt_tokens[1]]: pieces of the standard library that
-    begin with a line, and the beginnings of generated documents. The library is half: it is the harder kind."""
+def _numbered(recipe: Recipe) -> list[tuple[Rows, range]]:
+    """Each part of the recipe and its batches' numbers, counted apart for each length of rows."""
+    parts, taken = [], Counter[int]()
+    for rows in (*recipe.drafter_text, recipe.long_drafter_text):
+        first = taken[rows.length]
+        taken[rows.length] += rows.batches
+        parts.append((rows, range(first, taken[rows.length])))
+    return parts
+
+
+def library_prompts(recipe: Recipe, tokenizer: Tokenizer) -> np.ndarray:
+    """Pieces of the standard library's training files that begin with a line, uint16 [count, prompt_tokens[1]]."""
     count = recipe.prompt_tokens[1]
     library = token_stream(tokenizer, stdlib_texts(held_out=False))
     breaks = np.array([token.startswith("Ċ") for token in _vocabulary(tokenizer)])  # tokens that begin a new line
     starts = np.flatnonzero(breaks[library[:-count]])
     pieces = [library[start + 1 : start + 1 + count] for start in starts]
-    library_prompts = np.stack([piece for piece in pieces if len(piece) == count and END_ID not in piece])
+    return np.stack([piece for piece in pieces if len(piece) == count and END_ID not in piece])
 
+
+def generated_prompts(recipe: Recipe, tokenizer: Tokenizer) -> np.ndarray:
+    """The beginnings of generated documents, uint16 [count, prompt_tokens[1]]."""
+    count = recipe.prompt_tokens[1]
     generated = token_stream(tokenizer, generated_texts(recipe.documents, held_out=False))
     starts = np.flatnonzero(generated[:-count] == END_ID) + 1
-    generated_prompts = np.stack([generated[start : start + count] for start in starts])
-    generated_prompts = generated_prompts[~(generated_prompts == END_ID).any(1)]
-    return [library_prompts] * len(GENERATED_KINDS) + [generated_prompts] * len(GENERATED_KINDS)
+    prompts = np.stack([generated[start : start + count] for start in starts])
+    return prompts[~(prompts == END_ID).any(1)]
+
+
+@torch.no_grad()
+def read_batch(
+    recipe: Recipe, target: Target, text: np.ndarray, rows: int, length: int, rng: np.random.Generator
+) -> Batch:
+    """One batch of pieces of `text`, with the target's hidden states as it reads them."""
+    starts = rng.choice(len(text) - length, rows, replace=False)
+    ids = np.stack([text[start : start + length] for start in starts])
+    features = []
+    for some in np.array_split(ids.astype(np.int64), max(rows // 32, 1)):
+        tapped = target(torch.from_numpy(some), target_layer_ids=recipe.drafter.target_layer_ids)[1]
+        assert tapped is not None
+        features.append(tapped.numpy().astype(np.float16))
+    return Batch(ids, np.ones((rows, length), bool), np.concatenate(features))
 
 
 @torch.no_grad()
@@ -107,8 +145,8 @@ def write_batch(
     return Batch(ids, own, features)
 
 
-def batch_path(directory: Path, size: Rows, number: int) -> Path:
-    return directory / f"{size.length}-{number:03d}"
+def batch_path(directory: Path, rows: Rows, number: int) -> Path:
+    return directory / f"{rows.length}-{number:03d}"
 
 
 def _save(path: Path, batch: Batch) -> None:

@@ -1,6 +1,7 @@
 """Sizes, budgets and seeds of the demo pair. Budgets are counts of steps, so a run can be repeated on any machine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 END_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|mask|>"  # neither is ever part of a text
 END_ID, MASK_ID = 0, 1
@@ -24,11 +25,24 @@ class TargetShape:
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A DFlash drafter. Width, heads, vocabulary, embedding and head are the target's."""
+    """A DFlash drafter. Width, head size, vocabulary, embedding and head are the target's."""
 
     layers: int = 3
+    intermediate_size: int = 352
+    heads: int = 4
+    kv_heads: int = 2
     block_size: int = 16  # the anchor and 15 masks: 15 draft depths
     target_layer_ids: tuple[int, ...] = (1, 6, 11, 16, 21)  # outputs of these target layers are the context features
+
+    def layer(self, target: TargetShape) -> TargetShape:
+        """The shape of one of its layers."""
+        return replace(
+            target,
+            intermediate_size=self.intermediate_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            layers=self.layers,
+        )
 
 
 @dataclass(frozen=True)
@@ -52,13 +66,22 @@ class Stage:
         return sum(phase.steps for phase in self.phases)
 
 
+Source = Literal["own", "own library", "read library"]
+
+
 @dataclass(frozen=True)
 class Rows:
-    """`batches` batches of `rows` sequences of `length` tokens, written by the target itself."""
+    """`batches` batches of `rows` sequences of `length` tokens for the drafter to learn from.
 
+    "own" and "own library" are written by the target itself, after prompts of every kind or of the library alone;
+    "read library" is training text of the library as it stands, which the target only reads.
+    """
+
+    source: Source
     batches: int
     rows: int
     length: int
+    share: int  # rows of one training step
 
 
 @dataclass(frozen=True)
@@ -79,15 +102,22 @@ class Recipe:
     )
     target_rate: float = 4e-3
 
-    own_text: tuple[Rows, Rows] = (Rows(5, 512, 256), Rows(1, 256, 1024))
+    # Library text is the harder kind, and a drafter soon knows by heart what there is of it: so there is more of it.
+    drafter_text: tuple[Rows, ...] = (
+        Rows("own", 5, 512, 256, share=6),
+        Rows("own library", 3, 512, 256, share=1),
+        Rows("read library", 4, 512, 256, share=1),
+    )
+    long_drafter_text: Rows = Rows("own", 1, 256, 1024, share=2)  # for every eighth step
     prompt_tokens: tuple[int, int] = (12, 64)  # the fewest and the most
     continuation_tokens: int = 144
     temperature: float = 0.8  # of every other row; the rest is greedy
 
-    drafter_steps: int = 5000  # every eighth takes the long rows of own_text
+    drafter_steps: int = 4200
     drafter_anchors: int = 384  # blocks of one step
     drafter_rate: float = 5e-3
-    loss_decay: float = 7.0  # depth k weighs exp(-(k - 1) / loss_decay)
+    loss_decay: float = 7.0  # depth k weighs exp(-(k - 1) / loss_decay), apart from
+    loss_reach: float = 0.9  # this part, which is by how likely a round gets there
 
     warmup_steps: int = 50
     decay_fraction: float = 0.7  # the rate falls to zero over this last part of the steps (of the last stage)

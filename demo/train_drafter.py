@@ -9,11 +9,10 @@ from torch.nn import functional
 
 from ddtree.demo.drafter import Drafter
 from ddtree.demo.own_text import Batch, read_own_text
-from ddtree.demo.recipe import Recipe
+from ddtree.demo.recipe import Recipe, Rows
 from ddtree.demo.target import Target
 from ddtree.demo.training import Report, learning_rates, train
 
-_TOKENS_PER_STEP = 2048  # rows of one step = this / their length
 _LONG_EVERY = 8  # every eighth step takes the long rows
 
 
@@ -27,11 +26,11 @@ def train_drafter(recipe: Recipe, target: Target, own_text: Path, checkpoint: Pa
 
     def loss_of_step(step: int) -> Tensor:
         rng = np.random.default_rng([recipe.seed, step])
-        part = parts[1] if step % _LONG_EVERY == 0 else parts[0]
-        ids, own, features = _rows(part, rng)
+        shares = (recipe.long_drafter_text,) if step % _LONG_EVERY == 0 else recipe.drafter_text
+        ids, own, features = _rows({rows: parts[rows] for rows in shares}, rng)
         anchors = draw_anchors(own, recipe.drafter_anchors // len(ids), rng)
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
-            return compiled(drafter, embedding, ids, own, features, anchors, recipe.loss_decay)
+            return compiled(drafter, embedding, ids, own, features, anchors, recipe.loss_decay, recipe.loss_reach)
 
     train(
         drafter,
@@ -52,18 +51,25 @@ def block_loss(
     features: Tensor,  # [rows, length, taps * hidden]
     anchors: Tensor,  # [rows, blocks] int64
     decay: float,
+    reach: float,
 ) -> Tensor:
-    """Cross entropy of the block's masks against the text, depth k weighted by exp(-(k - 1) / decay): an error at one
-    depth makes all later ones worthless. Depths beyond the target's own continuation have weight 0."""
+    """Cross entropy of the block's masks against the text, weighted by what a right guess is worth at depth k.
+
+    A guess counts only where all before it in the block were right. So a part `reach` of the weight is the probability
+    that the drafter itself now gives the text down to depth k - 1: a block that is soon lost teaches its first depths,
+    and one that is nearly settled teaches all of them. The rest is exp(-(k - 1) / decay), which gets a new drafter
+    going. Depths beyond the target's own continuation have weight 0."""
     depths = torch.arange(1, drafter.shape.block_size)
     positions = anchors[:, :, None] + depths  # [rows, blocks, depth]
     inside = positions < ids.shape[1]
     flat = positions.clamp(max=ids.shape[1] - 1).flatten(1)
     labels = ids.gather(1, flat)
     written = (own.gather(1, flat).view_as(positions) & inside).float().cumprod(-1)
-    weights = (written * torch.exp(-(depths - 1) / decay)).flatten()
     logits = functional.linear(drafter(features, ids, anchors, embedding), embedding)  # [rows, blocks, depth, vocab]
     losses = functional.cross_entropy(logits.float().flatten(0, 2), labels.flatten(), reduction="none")
+    losses = losses.view_as(positions)
+    before = losses.detach().cumsum(-1) - losses.detach()
+    weights = written * (reach * torch.exp(-before) + (1 - reach) * torch.exp(-(depths - 1) / decay))
     return (losses * weights).sum() / weights.sum()
 
 
@@ -74,11 +80,13 @@ def draw_anchors(own: Tensor, count: int, rng: np.random.Generator) -> Tensor:
     return (keys + own[:, 1:]).topk(count, dim=1).indices.sort(dim=1).values
 
 
-def _rows(batches: list[Batch], rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    batch_rows, length = batches[0].ids.shape
-    chosen = rng.choice(len(batches) * batch_rows, _TOKENS_PER_STEP // length, replace=False)
-    taken = [(batches[row // batch_rows], row % batch_rows) for row in chosen]
+def _rows(parts: dict[Rows, list[Batch]], rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, own and features of one step: each part's share of rows, drawn at random."""
+    taken = []
+    for part, batches in parts.items():
+        chosen = rng.choice(part.batches * part.rows, part.share, replace=False)
+        taken += [(batches[row // part.rows], row % part.rows) for row in chosen]
     ids = torch.from_numpy(np.stack([batch.ids[row] for batch, row in taken]).astype(np.int64))
     own = torch.from_numpy(np.stack([batch.own[row] for batch, row in taken]))
-    features = torch.from_numpy(np.stack([batch.features[row] for batch, row in taken]).astype(np.float32))
+    features = torch.from_numpy(np.stack([batch.features[row] for batch, row in taken])).float()
     return ids, own, features

@@ -1,16 +1,20 @@
 """The drafter that is trained with many blocks at once is the DFlash of the paper, one block at a time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from ddtree.demo.drafter import Drafter
-from ddtree.demo.recipe import MASK_ID, DrafterShape, TargetShape
+from ddtree.demo.own_text import read_batch
+from ddtree.demo.recipe import MASK_ID, DrafterShape, Recipe, TargetShape
+from ddtree.demo.target import Target
 from ddtree.demo.train_drafter import block_loss, draw_anchors
 
 SHAPE = TargetShape(vocab_size=40, hidden_size=32, intermediate_size=48, layers=4, heads=4, kv_heads=2, head_dim=8)
-DRAFT = DrafterShape(layers=2, block_size=5, target_layer_ids=(0, 2))
+DRAFT = DrafterShape(layers=2, intermediate_size=48, heads=4, kv_heads=2, block_size=5, target_layer_ids=(0, 2))
 LENGTH = 24
 
 
@@ -89,7 +93,7 @@ def test_the_loss_counts_only_what_the_target_wrote_without_a_gap(case):
     anchors = torch.tensor([[5], [21]])
     own = torch.ones(2, LENGTH, dtype=torch.bool)
     own[0, 8] = False  # depths 1 and 2 of the first block count; of the second block, 22 and 23 are in the row
-    loss = block_loss(drafter, embedding, ids, own, features, anchors, decay=7.0)
+    loss = block_loss(drafter, embedding, ids, own, features, anchors, decay=7.0, reach=0.0)
     logits = drafter(features, ids, anchors, embedding) @ embedding.T
     expected, weights = 0.0, 0.0
     for row, start in ((0, 5), (1, 21)):
@@ -100,8 +104,44 @@ def test_the_loss_counts_only_what_the_target_wrote_without_a_gap(case):
     torch.testing.assert_close(loss, expected / weights, rtol=1e-5, atol=1e-5)
 
 
+def test_a_block_that_is_lost_early_teaches_its_first_depths(case):
+    """A share of the weights is the probability of everything before; no gradient goes through it."""
+    drafter, features, ids, anchors, embedding = case
+    own = torch.ones(2, LENGTH, dtype=torch.bool)
+    loss = block_loss(drafter, embedding, ids, own, features, anchors, decay=7.0, reach=0.25)
+    gradient = torch.autograd.grad(loss, drafter.fc.weight)[0]
+    logits = drafter(features, ids, anchors, embedding) @ embedding.T
+    expected, weights = 0.0, 0.0
+    for row in range(2):
+        for block, anchor in enumerate(anchors[row].tolist()):
+            probability = 1.0
+            for depth in range(1, DRAFT.block_size):
+                if anchor + depth < LENGTH:
+                    log_p = logits[row, block, depth - 1].log_softmax(-1)[ids[row, anchor + depth]]
+                    weight = 0.25 * probability + 0.75 * 2.718281828 ** (-(depth - 1) / 7)
+                    expected, weights = expected - weight * log_p, weights + weight
+                    probability *= float(log_p.detach().exp())
+    torch.testing.assert_close(loss, expected / weights, rtol=1e-5, atol=1e-5)
+    expected_gradient = torch.autograd.grad(expected / weights, drafter.fc.weight)[0]
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_anchors_stand_before_text_of_the_target(case):
     own = torch.zeros(3, 50, dtype=torch.bool)
     own[:, 20:40] = True
     anchors = draw_anchors(own, 20, np.random.default_rng(0))
     assert torch.equal(anchors, torch.arange(19, 39).expand(3, 20))  # all there are, each once, in order
+
+
+def test_read_text_is_a_piece_of_the_text_with_the_hidden_states_of_reading_it():
+    torch.manual_seed(0)
+    recipe = replace(Recipe(), target=SHAPE, drafter=DRAFT)
+    target = Target(SHAPE)
+    text = np.arange(2000, dtype=np.uint16) % 37 + 2
+    batch = read_batch(recipe, target, text, rows=70, length=16, rng=np.random.default_rng(0))
+    assert batch.own.all()
+    assert {tuple(row) for row in batch.ids} <= {tuple(text[start : start + 16]) for start in range(len(text) - 16)}
+    for row in (0, 69):
+        ids = torch.from_numpy(batch.ids[row : row + 1].astype(np.int64))
+        features = target(ids, target_layer_ids=DRAFT.target_layer_ids)[1]
+        np.testing.assert_allclose(batch.features[row], features[0].detach().numpy(), atol=1e-3)
