@@ -1,18 +1,13 @@
 """Checkpoint directories in, engine directory out."""
 
-import contextlib
-import errno
-import fcntl
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import BuildError, BusyError
-from .manifest import FORMAT_VERSION, CompiledInfo, DraftInfo, FileInfo, Limits, Manifest, TargetInfo, is_engine
+from .errors import BuildError
+from .manifest import FORMAT_VERSION, CompiledInfo, DraftInfo, FileInfo, Limits, Manifest, TargetInfo
+from .staging import check_output, reason, staged
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -23,7 +18,7 @@ if TYPE_CHECKING:
 TARGET_GRAPH, DRAFT_GRAPH, DRAFT_TO_TARGET = "target.onnx", "draft.onnx", "draft_to_target.npy"
 TARGET_PLAN, DRAFT_PLAN = "target.engine", "draft.engine"
 TOKENIZER = "tokenizer.json"
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -117,7 +112,7 @@ def build_engine(
     output = Path(output).absolute()
     if output.is_dir():
         output = output.resolve()  # through a symbolic link: what it names is replaced, not the link
-    _check_output(output, force)
+    check_output(output, force)
     try:
         checkpoint = Checkpoint.open(Path(target), "target")
         config = TargetConfig.read(checkpoint)
@@ -128,7 +123,7 @@ def build_engine(
             draft_checkpoint = Checkpoint.open(Path(draft), "draft")
             drafter = _Drafter(DraftConfig.read(draft_checkpoint, config), Weights("draft", draft_checkpoint, dtype))
         limits = Limits(max_batch_size, _sequence_length(max_seq_len, config, drafter), max_tree_nodes)
-        target_info, draft_info = _target_info(config), _draft_info(drafter.config) if drafter else None
+        target_info, draft_info = describe_target(config), describe_draft(drafter.config) if drafter else None
         if not (checkpoint.directory / TOKENIZER).is_file():
             raise BuildError(
                 f"target checkpoint {checkpoint.directory} has no {TOKENIZER} "
@@ -137,12 +132,12 @@ def build_engine(
         plans = None
         if library and arch:
             plans = Plans(library, arch, verify or kind.verify[0], timing_cache, limits, target_info, draft_info)
-        with _staged(output, force) as directory:
+        with staged(output, force) as directory:
             if plans is None:
                 notes = _write_graphs(directory, config, weights, drafter, limits, None, progress)
             else:
                 notes = _write_plans(directory, config, weights, drafter, limits, plans, progress)
-            tokenizer_files = tuple(name for name in _TOKENIZER_FILES if (checkpoint.directory / name).is_file())
+            tokenizer_files = tuple(name for name in TOKENIZER_FILES if (checkpoint.directory / name).is_file())
             for name in tokenizer_files:
                 shutil.copyfile(checkpoint.directory / name, directory / name)
             manifest = Manifest(
@@ -166,7 +161,7 @@ def build_engine(
             )
             manifest.save(directory)
     except OSError as error:
-        raise BuildError(_reason(error, output)) from error
+        raise BuildError(reason(error, output)) from error
     return manifest
 
 
@@ -295,7 +290,8 @@ def _sequence_length(wanted: int | None, config: "TargetConfig", drafter: _Draft
     return wanted or limit
 
 
-def _target_info(config: "TargetConfig") -> TargetInfo:
+def describe_target(config: "TargetConfig") -> TargetInfo:
+    """What the manifest says of the target."""
     model = config.decoder
     return TargetInfo(
         model_type=model.model_type,
@@ -311,7 +307,8 @@ def _target_info(config: "TargetConfig") -> TargetInfo:
     )
 
 
-def _draft_info(config: "DraftConfig") -> DraftInfo:
+def describe_draft(config: "DraftConfig") -> DraftInfo:
+    """What the manifest says of the drafter."""
     model = config.decoder
     return DraftInfo(
         num_hidden_layers=model.num_hidden_layers,
@@ -329,96 +326,6 @@ def _draft_info(config: "DraftConfig") -> DraftInfo:
         causal=config.causal,
         window_causal=config.window_causal,
     )
-
-
-def _check_output(output: Path, force: bool) -> None:
-    if output.is_dir() and not any(output.iterdir()):
-        return
-    if is_engine(output):
-        if not force:
-            raise BuildError(f"{output} holds an engine already (use --force to replace it, or another directory)")
-    elif output.is_dir():
-        raise BuildError(f"{output} is not empty and not an engine (use another directory)")
-    elif output.exists() or output.is_symlink():
-        raise BuildError(f"{output} is not a directory (use another path)")
-
-
-@contextlib.contextmanager
-def _staged(output: Path, force: bool) -> Iterator[Path]:
-    """A directory beside ``output`` that takes its place when the block ends, and is gone if the block fails.
-
-    It has one name for each output, so that a lock on it keeps out a second build, and the next build finds and removes
-    what one that was killed has left.
-    """
-    made = [parent for parent in output.parents if not parent.exists()]  # innermost first
-    staging = output.parent / f".{output.name}.building"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(staging, output):
-            try:
-                for left in staging.iterdir():
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-                yield staging
-                _take_place(staging, output, force)
-            except BaseException:  # Ctrl-C too
-                shutil.rmtree(staging, ignore_errors=True)
-                raise
-    except BaseException:
-        for parent in made:
-            with contextlib.suppress(OSError):  # another process may use it by now
-                parent.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _locked(directory: Path, output: Path) -> Iterator[None]:
-    """``directory``, made, and locked by this process until the block ends or the process does."""
-    while True:
-        directory.mkdir(exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BusyError(
-                    f"another process is building {output} (wait for it, or use another directory)"
-                ) from None
-            if not _names(directory, handle):
-                continue  # its build has just ended, and renamed or removed it
-            yield
-            return
-        finally:
-            os.close(handle)
-
-
-def _take_place(staging: Path, output: Path, force: bool) -> None:
-    _check_output(output, force)  # again: another process may have written there meanwhile
-    if not is_engine(output):
-        staging.rename(output)  # POSIX: onto nothing, or onto an empty directory
-        return
-    replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    output.rename(replaced)
-    try:
-        staging.rename(output)
-    except BaseException:
-        replaced.rename(output)
-        raise
-    shutil.rmtree(replaced)
-
-
-def _names(path: Path, handle: int) -> bool:
-    """Whether ``path`` still leads to what ``handle`` is open on."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
-
-
-def _reason(error: OSError, output: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left for {output} (free some, or use another disk)"
-    where = error.filename2 or error.filename or output
-    return f"{where}: {error.strerror or error} (check the path and its permissions)"
 
 
 def _silent(doing: str, done: int, total: int) -> None:

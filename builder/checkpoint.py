@@ -134,11 +134,16 @@ def _read_index(directory: Path, role: str) -> dict[str, StoredTensor]:
     for file in files:
         if not file.is_file():
             raise BuildError(f"{index} names {file.name}, which is missing (download that file)")
-        tensors |= _read_header(file)
+        tensors |= read_header(file)
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name.
+
+    Raises:
+        BuildError: it is truncated or no safetensors file.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -120,6 +120,7 @@ def compile_graph(
         if library.__name__ == "tensorrt_rtx":
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(library.ComputeCapability, arch.replace("_", "").upper()), 0)
+            config.set_flag(library.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else its passes fit into no CUDA graph
         elif timing_cache is not None:
             known = timing_cache.read_bytes() if timing_cache.is_file() else b""
             config.set_timing_cache(config.create_timing_cache(known), False)
@@ -237,12 +238,6 @@ class Network:
         """Make ``tensor`` an output, called ``name``."""
         tensor.name = name
         self.definition.mark_output(tensor)
-
-    def take_output(self, name: str) -> Any:
-        """The tensor of the output ``name``, which is none any more."""
-        tensor = self.tensor(name)
-        self.definition.unmark_output(tensor)
-        return tensor
 
     def tensor(self, name: str) -> Any:
         """The tensor of the output ``name``."""

@@ -88,7 +88,13 @@ def place_draft(
             f"{weights.checkpoint.directory} has draft_vocab_size {config.draft_vocab_size} but no lm_head.weight "
             "(the weights are incomplete)"
         )
-    x = graph.op("Gemm", x, graph.weight(head or head_weight(target, target_weights)), transB=1)
+    head = head or head_weight(target, target_weights)
+    if graph.weights.get(head.name, head) is not head:
+        raise BuildError(
+            f"{weights.checkpoint.directory} has its own {head.name}, which is the head in a target that ties the two "
+            "(give the drafter a tensor lm_head.weight)"
+        )
+    x = graph.op("Gemm", x, graph.weight(head), transB=1)
     graph.op("Reshape", x, graph.integers(-1, config.max_depth, config.draft_vocab_size), name="draft_logits")
     weights.refuse_unused(ignored=r"^(?!.*\blayers\.)|\.rotary_emb\.inv_freq$")  # outside layers: parts for training
     return graph

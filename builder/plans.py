@@ -39,34 +39,17 @@ class Plans:
     ):
         self._library, self._timing_cache = library, timing_cache
         self._limits, self._target, self._draft = limits, target, draft
-        chunk, nodes = min(PREFILL_CHUNK, limits.max_seq_len), limits.max_tree_nodes + 1
-        draft_rows = None if draft is None else max(draft.max_depth + 1, chunk) + draft.block_size
-        capability = arch.removeprefix("sm_")
-        self.info = CompiledInfo(
-            arch=arch,
-            # Both libraries can be asked for more, at the price of speed.
-            version_compatibility=f"{library.__name__} {library.__version__} only",
-            hardware_compatibility=f"GPUs of compute capability {capability[:-1]}.{capability[-1]} only",
-            verify=verify,
-            prefill_chunk=chunk,
-            target_cache_length=_cache_length(limits.max_seq_len + max(nodes, chunk)),
-            draft_cache_length=None if draft_rows is None else _cache_length(limits.max_seq_len + draft_rows),
-        )
+        self.info = compiled_info(f"{library.__name__} {library.__version__}", arch, verify, limits, draft)
         if verify == "plugin":
             tree_plugins.register(arch)
 
     def compile_target(self, graph: Path, plan: Path, progress: Progress) -> list[str]:
         """Compile ``graph`` into ``plan``; returns notes for the user."""
-        chunk, nodes = self.info.prefill_chunk, self._limits.max_tree_nodes + 1
         depth = self._draft.max_depth if self._draft else 1
-        profiles: list[Profile] = [
-            {"seq": (1, chunk, chunk), "rows": (1, 1, 1)},  # a prompt's chunk: its last row gives the first token
-            {"seq": (1, nodes, nodes), "rows": (1, nodes, nodes)},  # a tree
-        ]
         return self._compile(
             graph,
             plan,
-            profiles,
+            target_profiles(self.info, self._limits, self._target),
             lambda network: tree_plugins.add_verify_tree(network, depth),
             (self.info.target_cache_length, self._target.head_dim),
             progress,
@@ -82,14 +65,11 @@ class Plans:
         """
         assert self._draft is not None
         assert self.info.draft_cache_length is not None
-        draft, chunk, accepted = self._draft, self.info.prefill_chunk, self._draft.max_depth + 1
+        draft = self._draft
         return self._compile(
             graph,
             plan,
-            [
-                {"ctx": (1, chunk, chunk)},  # a prompt's chunk
-                {"ctx": (1, accepted, accepted)},  # what the last round accepted
-            ],
+            draft_profiles(self.info, self._limits, self._target, draft),
             lambda network: tree_plugins.add_build_tree(network, draft, self._limits.max_tree_nodes, draft_to_target),
             (self.info.draft_cache_length, draft.head_dim),
             progress,
@@ -104,15 +84,13 @@ class Plans:
         cache: tuple[int, int],
         progress: Progress,
     ) -> list[str]:
-        slots, plugin = self._limits.max_batch_size, self.info.verify == "plugin"
-        common = {"batch": (1, slots, slots)} | (tree_plugins.ranges(self._target.vocab_size) if plugin else {})
         kernels = compile_graph(
             self._library,
             graph,
             plan,
             arch=self.info.arch,
-            profiles=[common | profile for profile in profiles],
-            extend=extend if plugin else None,
+            profiles=profiles,
+            extend=extend if self.info.verify == "plugin" else None,
             timing_cache=self._timing_cache,
             progress=progress,
         )
@@ -123,6 +101,47 @@ class Plans:
         if not copies:
             return []
         return [f"{name} copies whole KV caches in {plan.name}, which costs time in every pass: {', '.join(copies)}"]
+
+
+def compiled_info(library: str, arch: str, verify: str, limits: Limits, draft: DraftInfo | None) -> CompiledInfo:
+    """What the manifest says of engines of these limits.
+
+    Args:
+        library: name and version of the library that compiles them.
+    """
+    chunk, nodes = min(PREFILL_CHUNK, limits.max_seq_len), limits.max_tree_nodes + 1
+    draft_rows = None if draft is None else max(draft.max_depth + 1, chunk) + draft.block_size
+    capability = arch.removeprefix("sm_")
+    return CompiledInfo(
+        arch=arch,
+        # The libraries can be asked for more, at the price of speed.
+        version_compatibility=f"{library} only",
+        hardware_compatibility=f"GPUs of compute capability {capability[:-1]}.{capability[-1]} only",
+        verify=verify,
+        prefill_chunk=chunk,
+        target_cache_length=_cache_length(limits.max_seq_len + max(nodes, chunk)),
+        draft_cache_length=None if draft_rows is None else _cache_length(limits.max_seq_len + draft_rows),
+    )
+
+
+def target_profiles(info: CompiledInfo, limits: Limits, target: TargetInfo) -> list[Profile]:
+    """The passes of a target engine: a chunk of a prompt, whose last row gives the first token, and a tree."""
+    chunk, nodes, common = info.prefill_chunk, limits.max_tree_nodes + 1, _common(info, limits, target)
+    return [
+        common | {"seq": (1, chunk, chunk), "rows": (1, 1, 1)},
+        common | {"seq": (1, nodes, nodes), "rows": (1, nodes, nodes)},
+    ]
+
+
+def draft_profiles(info: CompiledInfo, limits: Limits, target: TargetInfo, draft: DraftInfo) -> list[Profile]:
+    """The passes of a draft engine: behind a chunk of a prompt, and behind what the last round accepted."""
+    chunk, accepted, common = info.prefill_chunk, draft.max_depth + 1, _common(info, limits, target)
+    return [common | {"ctx": (1, chunk, chunk)}, common | {"ctx": (1, accepted, accepted)}]
+
+
+def _common(info: CompiledInfo, limits: Limits, target: TargetInfo) -> Profile:
+    slots = limits.max_batch_size
+    return {"batch": (1, slots, slots)} | (tree_plugins.ranges(target.vocab_size) if info.verify == "plugin" else {})
 
 
 def _cache_length(rows: int) -> int:

@@ -12,7 +12,7 @@ from .compile import Network, Profile
 from .errors import BuildError
 from .manifest import DraftInfo
 
-_DIMENSIONS = {"B": "batch", "N": "rows", "M": "bitmask_words", "C": "coins"}  # the table's names -> the engine's
+DIMENSIONS = {"B": "batch", "N": "rows", "M": "bitmask_words", "C": "coins"}  # the table's names -> the engine's
 
 
 def register(arch: str) -> None:
@@ -30,7 +30,8 @@ def register(arch: str) -> None:
 
 
 def add_build_tree(network: Network, draft: DraftInfo, budget: int, draft_to_target: np.ndarray | None) -> None:
-    """Take in root_token_ids int32 [batch]; give the fields of DraftTree, of ``budget`` nodes, instead of draft_logits.
+    """Take in root_token_ids int32 [batch]; give the fields of DraftTree, of ``budget`` nodes, beside draft_logits,
+    which a chain is made of.
 
     Args:
         draft_to_target: int32 [draft vocabulary], or None where the ids are the target's.
@@ -41,7 +42,7 @@ def add_build_tree(network: Network, draft: DraftInfo, budget: int, draft_to_tar
         table = network.input("draft_to_target", "int32", ["mapped_vocab"])  # of no elements, which no constant has
     else:
         table = network.constant(draft_to_target)
-    logits = network.take_output("draft_logits")
+    logits = network.tensor("draft_logits")
     k = min(budget, draft.vocab_size)
     topk = tensorrt.add_layer(network.definition, DRAFT_TOPK.name, [logits, table], k=k)
     roots = network.input("root_token_ids", "int32", ["batch"])
@@ -72,7 +73,7 @@ def add_verify_tree(network: Network, max_depth: int) -> None:
             inputs.append(network.constant(fixed[spec.name]))
         else:
             inputs.append(
-                network.input(spec.name, spec.dtype, [_DIMENSIONS.get(name, name) for name in spec.dimensions])
+                network.input(spec.name, spec.dtype, [DIMENSIONS.get(name, name) for name in spec.dimensions])
             )
     verified = tensorrt.add_layer(network.definition, VERIFY_TREE.name, inputs, method="coupled")
     for index, spec in enumerate(VERIFY_TREE.outputs):

@@ -126,40 +126,54 @@ class Weights:
         return notes
 
     def _write_copy(self, directory: Path, weights: list[Weight], progress: Callable[[str, int], None]) -> None:
-        file = f"{self.role}.{self.dtype}.safetensors"
-        ends = np.cumsum([weight.size for weight in weights]).tolist()
-        entries = {
-            weight.name: {
-                "dtype": SPELLING[self.dtype],
-                "shape": weight.shape,
-                "data_offsets": [end - weight.size, end],
-            }
-            for weight, end in zip(weights, ends, strict=True)
-        }
-        header = json.dumps(entries).encode()
-        header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-        with (directory / file).open("wb") as stream:
-            stream.write(len(header).to_bytes(8, "little"))
-            stream.write(header)
-            for weight, end in zip(weights, ends, strict=True):
-                weight.file, weight.offset = file, stream.tell()
-                stream.write(self._converted(weight).data)
-                progress(f"converting the {self.role}'s weights to {self.dtype}", end)
+        doing = f"converting the {self.role}'s weights to {self.dtype}"
+        path = directory / f"{self.role}.{self.dtype}.safetensors"
+        write_safetensors(path, weights, lambda done: progress(doing, done))
 
-    def _converted(self, weight: Weight) -> np.ndarray:
-        """The weight's bytes in the engine's dtype: uint8, flat."""
-        source = weight.source
-        if isinstance(source, np.ndarray):
-            values = source
-        else:
-            _check_finite(source, weight.name)
-            with np.errstate(over="ignore"):
-                values = source.elements().astype(NUMPY_DTYPES[SPELLING[self.dtype]])
-            if not _finite(values, SPELLING[self.dtype]):
-                raise BuildError(
-                    f"{source.file}: {weight.name} has values beyond the range of {self.dtype} (use bfloat16)"
-                )
-        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+def write_safetensors(path: Path, weights: list[Weight], progress: Callable[[int], None]) -> None:
+    """Write ``weights`` into one file, each in its dtype, and set where it lies.
+
+    Args:
+        progress: called with the bytes written.
+
+    Raises:
+        BuildError: a weight is NaN or infinite, or too large for the dtype.
+    """
+    ends = np.cumsum([weight.size for weight in weights]).tolist()
+    entries = {
+        weight.name: {
+            "dtype": SPELLING[weight.dtype],
+            "shape": weight.shape,
+            "data_offsets": [end - weight.size, end],
+        }
+        for weight, end in zip(weights, ends, strict=True)
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    with path.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little"))
+        stream.write(header)
+        for weight, end in zip(weights, ends, strict=True):
+            weight.file, weight.offset = path.name, stream.tell()
+            stream.write(_converted(weight).data)
+            progress(end)
+
+
+def _converted(weight: Weight) -> np.ndarray:
+    """The weight's bytes in its dtype: uint8, flat."""
+    source = weight.source
+    if isinstance(source, np.ndarray):
+        values = source
+    else:
+        _check_finite(source, weight.name)
+        with np.errstate(over="ignore"):
+            values = source.elements().astype(NUMPY_DTYPES[SPELLING[weight.dtype]])
+        if not _finite(values, SPELLING[weight.dtype]):
+            raise BuildError(
+                f"{source.file}: {weight.name} has values beyond the range of {weight.dtype} (use bfloat16)"
+            )
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 def _finite(values: np.ndarray, dtype: str) -> bool:
