@@ -262,7 +262,7 @@ def commit(
 @commit.register_kernel("cuda")
 def commit_cuda(caches: Sequence[Tensor], past_lengths: Tensor, accepted_nodes: Tensor, accepted_count: Tensor) -> None:
     inputs = _contiguous(past_lengths, accepted_nodes, accepted_count)
-    for (kv_heads, cache, row_bytes), pointers in _pointer_tables(caches, past_lengths.device):
+    for (_, kv_heads, cache, row_bytes), pointers in _pointer_tables(caches, past_lengths.device):
         launch(COMMIT_LINEAR, [pointers, *inputs], kv_heads=kv_heads, cache=cache, row_bytes=row_bytes)
 
 
@@ -279,14 +279,8 @@ def commit_paged(
     accepted_nodes: Tensor,
     accepted_count: Tensor,
 ) -> None:
-    steps = torch.arange(1, accepted_nodes.shape[1])
-    slot, at = ((steps <= accepted_count[:, None]) & (accepted_nodes[:, 1:] > steps)).nonzero(as_tuple=True)
-    past, step = past_lengths[slot], steps[at]
-    for pool in pools:
-        page = pool.shape[2]
-        source, to = past + accepted_nodes[slot, step], past + step
-        rows = pool[block_table[slot, source // page].long(), :, source % page]  # a copy
-        pool[block_table[slot, to // page].long(), :, to % page] = rows
+    layers = list(zip(pools[::2], pools[1::2], strict=True))
+    reference.commit_paged(layers, block_table, past_lengths, _accepted(accepted_nodes, accepted_count))
 
 
 @commit_paged.register_kernel("cuda")
@@ -294,8 +288,15 @@ def commit_paged_cuda(
     pools: Sequence[Tensor], block_table: Tensor, past_lengths: Tensor, accepted_nodes: Tensor, accepted_count: Tensor
 ) -> None:
     inputs = _contiguous(block_table, past_lengths, accepted_nodes, accepted_count)
-    for (kv_heads, page, row_bytes), pointers in _pointer_tables(pools, past_lengths.device):
-        launch(COMMIT_PAGED, [pointers, *inputs], kv_heads=kv_heads, tokens_per_block=page, row_bytes=row_bytes)
+    for (blocks, kv_heads, page, row_bytes), pointers in _pointer_tables(pools, past_lengths.device):
+        launch(
+            COMMIT_PAGED,
+            [pointers, *inputs],
+            pool_blocks=blocks,
+            kv_heads=kv_heads,
+            tokens_per_block=page,
+            row_bytes=row_bytes,
+        )
 
 
 @commit_paged.register_fake
@@ -309,9 +310,9 @@ def _accepted(accepted_nodes: Tensor, accepted_count: Tensor) -> Verified:
     return Verified(accepted_nodes, accepted_count, output_ids=empty, logprobs=empty, status=empty)
 
 
-def _pointer_tables(caches: Sequence[Tensor], device: torch.device) -> list[tuple[tuple[int, int, int], Tensor]]:
-    """For caches of one shape (heads, rows, bytes a row) their addresses, int64 [n] on the device."""
-    addresses: dict[tuple[int, int, int], list[int]] = {}
+def _pointer_tables(caches: Sequence[Tensor], device: torch.device) -> list[tuple[tuple[int, int, int, int], Tensor]]:
+    """For caches of one shape (slots or blocks, heads, rows, bytes a row) their addresses, int64 [n] on the device."""
+    addresses: dict[tuple[int, int, int, int], list[int]] = {}
     for at, cache in enumerate(caches):
         name = "value cache" if at % 2 else "key cache"
         if not cache.is_contiguous():
@@ -321,8 +322,8 @@ def _pointer_tables(caches: Sequence[Tensor], device: torch.device) -> list[tupl
             )
         if cache.device != device:  # an address says nothing about it
             raise ValueError(f"{name} of layer {at // 2} is on {cache.device}, expected {device}")
-        _, heads, rows, head_dim = cache.shape
-        addresses.setdefault((heads, rows, head_dim * cache.element_size()), []).append(cache.data_ptr())
+        first, heads, rows, head_dim = cache.shape
+        addresses.setdefault((first, heads, rows, head_dim * cache.element_size()), []).append(cache.data_ptr())
     return [(shape, _on_device(device, tuple(of_shape))) for shape, of_shape in addresses.items()]
 
 

@@ -17,6 +17,9 @@ from torch import Tensor
 from ddtree.plugins import nvrtc
 from ddtree.plugins.operations import OPERATIONS, Operation
 
+_CUDA_VERSION = 13_000  # of NVRTC: what it makes (PTX 9.0 and cubins) no older driver loads
+_OLDEST_MAJOR = 8  # compute capability; build_tree reduces integers over a warp by one instruction, from sm_80 on
+
 _loading = threading.Lock()
 
 
@@ -48,7 +51,7 @@ def launch(
             element_type = tensor.dtype
         expected = element_type if spec.dtype == "T" else _dtype(spec.dtype)
         if tensor.dtype != expected:
-            raise TypeError(f"{spec.name} is {tensor.dtype}, expected {expected}")
+            raise ValueError(f"{spec.name} is {tensor.dtype}, expected {expected}")
         if tensor.device != device:
             raise ValueError(f"{spec.name} is on {tensor.device}, expected {device} like {operation.inputs[0].name}")
         if not tensor.is_contiguous():
@@ -113,13 +116,20 @@ def device_arch() -> str:
 
     Raises:
         ImportError: cuda-python is not installed.
-        RuntimeError: there is no GPU.
+        RuntimeError: there is no GPU, or driver or GPU are older than the kernels take.
     """
     _call("cuInit", 0)
+    if (serves := _call("cuDriverGetVersion")) < _CUDA_VERSION:
+        raise RuntimeError(
+            f"the NVIDIA driver serves CUDA {serves // 1000}.{serves % 1000 // 10}, and the kernels need CUDA 13.0 "
+            "(update it to R580 or newer)"
+        )
     device = _call("cuCtxGetDevice") if int(_call("cuCtxGetCurrent")) else _call("cuDeviceGet", 0)
     attribute = _driver().CUdevice_attribute
     major = _call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = _call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    if major < _OLDEST_MAJOR:
+        raise RuntimeError(f"the GPU is sm_{major}{minor}, and the kernels need sm_{_OLDEST_MAJOR}0 or newer")
     return f"sm_{major}{minor}"
 
 

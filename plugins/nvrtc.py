@@ -76,7 +76,12 @@ def compile_source(source: str | Path, arch: str) -> Compiled:
     """
     path = KERNELS / source
     options = (*OPTIONS, f"--gpu-architecture={arch}")
-    stored = _cache_directory() / f"{path.stem}-{arch}-{_key(path, options)}.bin"
+    try:
+        directory = _cache_directory()
+    except FileNotFoundError as error:
+        _warn_of_no_cache(str(error.strerror))
+        return _compile(path, arch, options)
+    stored = directory / f"{path.stem}-{arch}-{_key(path, options)}.bin"
     if (compiled := _load(stored)) is None:
         compiled = _compile(path, arch, options)
         _store(compiled, stored)
@@ -219,9 +224,8 @@ def _store(compiled: Compiled, stored: Path) -> None:
             os.unlink(written)
             raise
     except OSError as error:
-        warnings.warn(
-            f"kernels are compiled again in each process: {stored.parent} cannot be written ({error.strerror}); "
-            "DDTREE_CACHE names another place",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        _warn_of_no_cache(f"{stored.parent} cannot be written ({error.strerror}); DDTREE_CACHE names another place")
+
+
+def _warn_of_no_cache(reason: str) -> None:
+    warnings.warn(f"kernels are compiled again in each process: {reason}", RuntimeWarning, stacklevel=4)

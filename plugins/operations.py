@@ -90,7 +90,7 @@ class Operation:
         if not self.types:
             return f"ddtree_{self.name}"
         if dtype not in self.types:
-            raise TypeError(f"{self.name} of {dtype}, expected {' or '.join(self.types)}")
+            raise ValueError(f"{self.name} of {dtype}, expected {' or '.join(self.types)}")
         return f"ddtree_{self.name}_{dtype}"
 
     @property
@@ -320,6 +320,7 @@ COMMIT_PAGED = Operation(
     name="commit_paged",
     source="commit.cu",
     attributes=(
+        Attribute("pool_blocks", lowest=1),
         Attribute("kv_heads", lowest=1),
         Attribute("tokens_per_block", lowest=1),
         Attribute("row_bytes", lowest=1),
@@ -331,7 +332,7 @@ COMMIT_PAGED = Operation(
         _T("accepted_nodes", "int32", "B P"),
         _T("accepted_count", "int32", "B"),
     ),
-    scalars=("D", "kv_heads", "tokens_per_block", "row_bytes", "blocks"),
+    scalars=("D", "pool_blocks", "kv_heads", "tokens_per_block", "row_bytes", "blocks"),
     outputs=(),
     formulas={"D": lambda s: s.P - 1},
     grid=(lambda s: s.B * s.kv_heads, lambda s: s.tables),

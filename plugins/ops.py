@@ -18,10 +18,12 @@ from torch import Tensor
 
 from ddtree.plugins import custom_ops, reference
 from ddtree.plugins.operations import METHODS, MODES, mask_words
+from ddtree.plugins.row_rules import RowRules
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, check_tensor, root_tree
 
 __all__ = [
     "DraftTree",
+    "RowRules",
     "SamplingTensors",
     "Verified",
     "build_tree",
@@ -66,7 +68,7 @@ def build_tree(
         DraftTree of N = budget + 1 nodes a slot. For a plain autoregressive step, without a drafter, use ``root_tree``.
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype, mode or budget.
+        ValueError: a wrong shape, dtype, mode or budget.
     """
     check_tensor("draft_logits", draft_logits, (None, None, None), *_LOGIT_TYPES)
     batch, max_depth, vocab = draft_logits.shape
@@ -126,13 +128,13 @@ def encode_tree(
         0 where visible, the most negative finite value of ``dtype`` elsewhere.
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype or window, or a tree that does not fit into the cache.
+        ValueError: a wrong shape, dtype or window, or a tree that does not fit into the cache.
     """
     batch, width = tree.token_ids.shape
     check_tensor("root_positions", root_positions, (batch,), torch.int64)
     check_tensor("past_lengths", past_lengths, (batch,), torch.int64)
     if dtype not in _LOGIT_TYPES:
-        raise TypeError(f"dtype of the mask is {dtype}, expected float32, float16 or bfloat16")
+        raise ValueError(f"dtype of the mask is {dtype}, expected float32, float16 or bfloat16")
     if window is not None and window < 1:
         raise ValueError(f"window {window} is below 1 (None for full attention)")
     _check_device("the tree", tree.token_ids, root_positions=root_positions, past_lengths=past_lengths)
@@ -160,6 +162,7 @@ def verify_tree(
     threshold_acc: float = 1.0,
     coins: Tensor | None = None,
     final_coin: Tensor | None = None,
+    row_rules: Sequence[RowRules | None] | None = None,
 ) -> Verified:
     """Walks from the root along the tokens that the target itself writes, and adds the bonus token where it stops.
 
@@ -171,8 +174,8 @@ def verify_tree(
     ``target_only`` follows SGLang's tree_speculative_sampling_target_only: children in sibling order, one coin a node,
     a draw from what the rejected children leave. It is lossless in distribution while both thresholds are 1.
 
-    token_bitmask comes first, then temperature, top_k (exactly k, ties to the lower id), top_p over what that leaves,
-    renormalised (the smallest set that reaches it), min_p relative to the largest probability. Only rows on the
+    row_rules come first, then token_bitmask, temperature, top_k (exactly k, ties to the lower id), top_p over what that
+    leaves, renormalised (the smallest set that reaches it), min_p relative to the largest probability. Only rows on the
     accepted path are read; the others may hold anything.
 
     Args:
@@ -186,12 +189,15 @@ def verify_tree(
             probability of the children by this before comparing the coin. 0 to 1; below 1 they are lossy.
         coins: target_only: [batch, N] float32 in (0, 1), one a node, in place of the seeded ones.
         final_coin: target_only: [batch] float32 in (0, 1), for the draw at the end.
+        row_rules: per slot the bias, penalties, bad words, minimum length and grammar of its request, or None. On a GPU
+            the slots that have some are verified on the host, row after row of their path, and the call waits for them;
+            the others take the kernel. ``RowRules.advance`` is the caller's, after the round.
 
     Returns:
         Verified. Rows are D + 1 wide (``tree.max_depth`` + 1).
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype, method or threshold.
+        ValueError: a wrong shape, dtype, method or threshold; row_rules where a graph is traced.
     """
     batch, width = tree.token_ids.shape
     check_tensor("logits", logits, (batch, width, None), *_LOGIT_TYPES)
@@ -225,9 +231,12 @@ def verify_tree(
         coins=coins,
         final_coin=final_coin,
     )
+    rules = _active(row_rules, batch, vocab)
     serve = _serve(logits, custom_ops.verify_tree, custom_ops.verify_tree_cuda)
     if serve:
-        return Verified(
+        if row_rules is not None and serve is custom_ops.verify_tree:
+            raise ValueError("row_rules are Python objects: no part of a traced graph (verify their requests outside)")
+        verified = Verified(
             *serve(
                 logits,
                 custom_ops.tree_tensors(tree),
@@ -242,6 +251,24 @@ def verify_tree(
                 threshold_acc,
             )
         )
+        for slot in (slot for slot, of_slot in enumerate(rules) if of_slot):
+            one = slice(slot, slot + 1)
+            on_host = reference.verify_tree(
+                logits[one],
+                custom_ops.tree_of([field[one].cpu() for field in custom_ops.tree_tensors(tree)], tree.max_depth),
+                root_positions[one].cpu(),
+                SamplingTensors(*(setting[one].cpu() for setting in custom_ops.sampling_tensors(sampling))),
+                method=method,
+                token_bitmask=None if token_bitmask is None else token_bitmask[one],
+                threshold_single=threshold_single,
+                threshold_acc=threshold_acc,
+                coins=None if coins is None else coins[one],
+                final_coin=None if final_coin is None else final_coin[one],
+                row_rules=rules[one],
+            )
+            for field, result in vars(on_host).items():
+                getattr(verified, field)[one] = result.to(logits.device)
+        return verified
     return reference.verify_tree(
         logits,
         tree,
@@ -253,41 +280,61 @@ def verify_tree(
         threshold_acc=threshold_acc,
         coins=coins,
         final_coin=final_coin,
+        row_rules=rules,
     )
 
 
-def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verified: Verified) -> None:
+def commit(
+    caches: Sequence[tuple[Tensor, Tensor]],
+    past_lengths: Tensor,
+    verified: Verified,
+    *,
+    block_table: Tensor | None = None,
+) -> None:
     """Moves, in place, the cache rows of the accepted nodes to the end of the committed past.
 
     Row past + accepted_nodes[i] goes to past + i, in ascending order, so that no row is overwritten before it moved;
     all other rows keep their values. The bonus token has no row yet. Advance the past by accepted_count + 1 afterwards.
 
     Args:
-        caches: per layer (key, value), each [batch, kv_heads, cache, head_dim].
+        caches: per layer (key, value), each [batch, kv_heads, cache, head_dim]. With ``block_table`` the pools of paged
+            caches, [blocks of the pool, kv_heads, tokens_per_block, head_dim].
         past_lengths: [batch] int64, rows committed before this round.
         verified: from ``verify_tree``.
+        block_table: [batch, blocks] int32, the block of the pool that holds tokens_per_block rows of a slot; -1: none.
 
     Raises:
-        ValueError, TypeError: a wrong shape or dtype.
+        ValueError: a wrong shape or dtype; on a CPU also a row outside of the cache or of the pool, before
+            anything moves. On a GPU such a row stays where it is.
     """
     batch = verified.accepted_count.shape[0]
     check_tensor("past_lengths", past_lengths, (batch,), torch.int64)
     device = past_lengths.device
     for layer, pair in enumerate(caches):
         for cache in pair:
-            if cache.dim() != 4 or cache.shape[0] != batch:
-                raise ValueError(
-                    f"cache of layer {layer} has shape {list(cache.shape)}, expected [{batch}, any, any, any]"
-                )
+            check_tensor(f"cache of layer {layer}", cache, (batch if block_table is None else None, None, None, None))
             if cache.device != device:
                 raise ValueError(f"cache of layer {layer} is on {cache.device}, expected {device} like past_lengths")
-    _check_device("past_lengths", past_lengths, verified=verified.accepted_nodes)
+    _check_device("past_lengths", past_lengths, verified=verified.accepted_nodes, block_table=block_table)
+    flat = [cache for pair in caches for cache in pair]
+    accepted = (verified.accepted_nodes, verified.accepted_count)
+    if block_table is not None:
+        check_tensor("block_table", block_table, (batch, None), torch.int32)
+        serve = _serve(past_lengths, custom_ops.commit_paged, custom_ops.commit_paged_cuda)
+        if serve:
+            serve(flat, block_table, past_lengths, *accepted)
+        else:
+            reference.commit_paged(caches, block_table, past_lengths, verified)
+        return
     serve = _serve(past_lengths, custom_ops.commit, custom_ops.commit_cuda)
     if serve:
-        flat = [cache for pair in caches for cache in pair]
-        serve(flat, past_lengths, verified.accepted_nodes, verified.accepted_count)
-    else:
-        reference.commit(caches, past_lengths, verified)
+        serve(flat, past_lengths, *accepted)
+        return
+    needed = int((past_lengths + verified.accepted_nodes.amax(1)).max()) + 1 if batch else 0
+    for cache in flat:
+        if cache.shape[2] < needed:
+            raise ValueError(f"a cache of {cache.shape[2]} rows does not hold the accepted path (needed: {needed})")
+    reference.commit(caches, past_lengths, verified)
 
 
 def gather_features(features: Tensor, verified: Verified) -> Tensor:
@@ -311,6 +358,18 @@ def gather_features(features: Tensor, verified: Verified) -> Tensor:
     if serve:
         return serve(features, verified.accepted_nodes, verified.accepted_count)
     return reference.gather_features(features, verified)
+
+
+def _active(row_rules: Sequence[RowRules | None] | None, batch: int, vocab: int) -> list[RowRules | None]:
+    """The rules of each slot that can still change a row of it; an empty list if there are none at all."""
+    if row_rules is None:
+        return []
+    if len(row_rules) != batch:
+        raise ValueError(f"row_rules has {len(row_rules)} slots, expected {batch} (None for a slot without)")
+    for rules in row_rules:
+        if rules is not None and rules.vocab_size != vocab:
+            raise ValueError(f"row_rules of vocab_size {rules.vocab_size}, expected {vocab}, that of the logits")
+    return [rules if rules is not None and rules.active else None for rules in row_rules]
 
 
 def _serve(tensor: Tensor, operator: Callable, kernels: Callable) -> Callable[..., Any] | None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ddtree.plugins import philox
 from ddtree.plugins.operations import mask_words
+from ddtree.plugins.row_rules import RowRules
 from ddtree.plugins.sampling import TokenNoise, coupled_draw, filtered_weights, target_only_draw
-from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified
+from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, check_tensor
 
 # Below this temperature a slot is decoded greedily.
 GREEDY_TEMPERATURE = 1e-5
@@ -62,7 +63,7 @@ def build_tree(
             tokens = target_ids[tokens]
         for slot in range(batch):
             first = starts[slot * max_depth : (slot + 1) * max_depth + 1]
-            ranked = [log_probs[i:j] for i, j in pairwise(first)]  # per depth, descending
+            ranked = [log_probs[i:j] for i, j in pairwise(first.tolist())]  # per depth, descending
             depth, rank, parent, logw = _best_prefixes(ranked, budget, floor[slot])
             if mode == "tree" and keep_chain:
                 depth, rank, parent, logw = _with_chain(depth, rank, parent, logw, ranked, budget)
@@ -125,28 +126,33 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
     padded = values
     if vocab % block:
         padded = np.pad(values, ((0, 0), (0, -vocab % block)), constant_values=-np.inf)
-    blocked = padded.reshape(rows, block, -1)  # tokens of a block are a stride apart
-    blocks = blocked.shape[2]
+    blocks = padded.shape[1] // block
+    if vocab > _FEW_IN_ROW:  # tokens of a block side by side: read as whole cache lines
+        blocked = padded.reshape(rows, blocks, block)
+        token_of = (block, 1)  # of a block's number and a place in it
+    else:
+        blocked = padded.reshape(rows, block, blocks).transpose(0, 2, 1)
+        token_of = (1, blocks)
     block_max = _block_max(blocked)  # [rows, blocks]
     each, column = np.arange(rows), block_max.argmax(1)
-    peak = blocked[each, :, column].argmax(1) * blocks + column  # the likeliest token, [rows]
+    peak = column * token_of[0] + blocked[each, column].argmax(1) * token_of[1]  # the likeliest token, [rows]
     likeliest = values[each, peak][:, None]
     log_peak = _log_peak(values, peak)  # [rows, 1]
-    # fmax turns the NaN of a row that is no distribution into -inf.
-    block_log_prob = np.fmax((block_max - likeliest) + log_peak, np.float32(-np.inf))
+    block_log_prob = (block_max - likeliest) + log_peak
+    block_log_prob[np.isnan(log_peak[:, 0])] = -np.inf  # of rows that are no distribution
 
-    best = np.fmax(log_peak, np.float32(-np.inf)).reshape(batch, depths)
+    best = np.fmax(log_peak, np.float32(-np.inf)).reshape(batch, depths)  # without the NaN of such rows
     above = np.zeros((batch, depths), np.float32)  # the likeliest prefix before each depth
     np.cumsum(best[:, :-1], 1, out=above[:, 1:])
     reach = above.reshape(rows, 1) + block_log_prob
     floor = np.full((batch, 1), _LOWEST)
     if mode == "tree" and depths * blocks >= budget:
         coarse = reach
-        while coarse.shape[1] >= 4 * budget:  # blocks of blocks do for a floor
-            half = coarse.shape[1] // 2
-            coarse = np.maximum(coarse[:, :half], coarse[:, half : 2 * half])
+        if blocks >= 4 * budget:  # blocks of blocks do for a floor
+            together = blocks // (2 * budget)
+            coarse = reach[:, : blocks // together * together].reshape(rows, together, -1).max(1)
         floor = np.maximum(floor, _kth_largest(coarse.reshape(batch, -1), budget))
-    wanted = np.broadcast_to(floor, (batch, depths))
+    wanted = floor.repeat(depths, 1)  # [batch, D]
     if keep_chain:
         wanted = np.maximum(above + best, _LOWEST)
         if mode == "tree":
@@ -154,26 +160,27 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
     wanted, above = wanted.reshape(rows, 1), above.reshape(rows, 1)
 
     row, column = np.divmod((reach >= wanted).ravel().nonzero()[0], blocks)
-    inside = blocked[row, :, column]  # [n, block]
+    inside = blocked[row, column]  # [n, block]
     log_prob = (inside - likeliest[row]) + log_peak[row]
-    which, place = np.nonzero(above[row] + log_prob >= wanted[row])
-    row, token = row[which], place * blocks + column[which]
+    which, place = np.divmod((above[row] + log_prob >= wanted[row]).ravel().nonzero()[0], block)
+    row, token = row[which], column[which] * token_of[0] + place * token_of[1]
     order = np.lexsort((token, -inside[which, place], row))
     row, token, log_prob = row[order], token[order], log_prob[which, place][order]
     starts = np.searchsorted(row, np.arange(rows + 1))
     most = 1 if mode == "chain" else budget
-    if (np.diff(starts) > most).any():
+    if (starts[1:] - starts[:-1] > most).any():
         kept = np.arange(row.size) - starts[row] < most
         row, token, log_prob = row[kept], token[kept], log_prob[kept]
         starts = np.searchsorted(row, np.arange(rows + 1))
     return token, log_prob, starts, floor[:, 0]
 
 
-def _block_max(blocked: NDArray) -> NDArray:  # [rows, block, blocks] -> [rows, blocks]
-    rows, block, blocks = blocked.shape
-    inner = min(block, 16)  # in two steps: both libraries are at their fastest with some 16 values to compare
-    halfway = blocked.reshape(rows, inner, -1)
-    halfway = halfway.max(1) if halfway[0].size <= _FEW_IN_ROW else torch.from_numpy(halfway).amax(1).numpy()
+def _block_max(blocked: NDArray) -> NDArray:  # [rows, blocks, block] -> [rows, blocks]
+    rows, blocks, block = blocked.shape
+    if blocks * block > _FEW_IN_ROW:
+        return torch.from_numpy(blocked).amax(2).numpy()
+    inner = min(block, 16)  # in two steps: NumPy is at its fastest with some 16 values to compare
+    halfway = blocked.transpose(0, 2, 1).reshape(rows, inner, -1).max(1)
     return halfway.reshape(rows, -1, blocks).max(1)
 
 
@@ -212,7 +219,7 @@ def _best_prefixes(log_probs: list[NDArray], budget: int, floor: NDArray) -> tup
     logws: list[NDArray] = []
     ranks: list[NDArray] = []
     parents: list[NDArray] = []
-    total = 0
+    total, enough = 0, 2 * budget
     for log_prob in log_probs:
         if level.size * log_prob.size > 4096:  # cut the table before it is made
             extended = level + log_prob[0] >= floor
@@ -229,7 +236,8 @@ def _best_prefixes(log_probs: list[NDArray], budget: int, floor: NDArray) -> tup
         parents.append(level_at[parent])
         level_at = np.arange(total, total + level.size)
         total += level.size
-        if total > 2 * budget:
+        if total > enough:  # not at every depth: a few prefixes more cost less than to find the floor
+            enough = total + budget
             floor = np.partition(np.concatenate(logws), -budget)[-budget]
             reached = level >= floor
             if np.count_nonzero(reached) > 2 * budget:
@@ -383,6 +391,7 @@ def verify_tree(
     threshold_acc: float = 1.0,
     coins: Tensor | None = None,  # [batch, N] float32
     final_coin: Tensor | None = None,  # [batch] float32
+    row_rules: Sequence[RowRules | None] | None = None,  # [batch]
 ) -> Verified:
     batch, _, vocab = logits.shape
     outputs = tree.max_depth + 1
@@ -400,6 +409,7 @@ def verify_tree(
     # Slot after slot: walks share nothing, and a row of the vocabulary is vector enough.
     for slot, root_position in enumerate(root_positions.tolist()):
         greedy = method == "greedy" or not temperatures[slot] >= GREEDY_TEMPERATURE
+        rules = row_rules[slot] if row_rules else None
         children = _Children(*(array[slot, : node_counts[slot]] for array in arrays))
         first = root_position + 1  # position of the token that the root predicts
         noise = TokenNoise(seeds[slot], first, deepest[slot] + 1, vocab)
@@ -414,10 +424,12 @@ def verify_tree(
             if not math.isfinite(row[likeliest]):  # or all -inf, or a +inf, which has no softmax either
                 status[slot] = 1
                 break
-            allowed = row if token_bitmask is None else _masked(row, token_bitmask[slot, node])
+            allowed = row if rules is None else _ruled(row, rules, tokens)  # so far they are the path's, root left out
+            if token_bitmask is not None:
+                allowed = _masked(allowed, token_bitmask[slot, node])
             if greedy:
-                token = likeliest if token_bitmask is None else int(allowed.argmax())
-                if allowed[token] == -np.inf:
+                token = likeliest if allowed is row else int(allowed.argmax())
+                if not math.isfinite(allowed[token]):
                     status[slot] = 2
                     break
                 child = children.carrying(node, token)
@@ -472,9 +484,9 @@ class _Children:
 
 def _row(logits: Tensor, slot: int, node: int) -> NDArray:
     """One row, float32 [vocab]. Nothing else of the logits is ever read."""
-    if logits.dtype == torch.float32:
+    if logits.dtype == torch.float32 and not logits.is_cuda:
         return logits.numpy()[slot, node]
-    return logits[slot, node].float().numpy()
+    return logits[slot, node].float().cpu().numpy()
 
 
 def _log_probs(logits: Tensor, slot: int, path: list[int], tokens: list[int]) -> NDArray:
@@ -482,15 +494,24 @@ def _log_probs(logits: Tensor, slot: int, path: list[int], tokens: list[int]) ->
     at_once = max(1, _FEW_IN_ROW // logits.shape[2])
     found = []
     for start in range(0, len(path), at_once):
-        rows = logits[slot, path[start : start + at_once]].float().numpy()
+        rows = logits[slot, path[start : start + at_once]].float().cpu().numpy()
         less = rows - rows.max(1, keepdims=True)
         chosen = less[np.arange(len(rows)), tokens[start : start + at_once]]
         found.append(chosen - np.log(np.exp(less).sum(1)))
     return np.concatenate(found)
 
 
+def _ruled(row: NDArray, rules: RowRules, path: list[int]) -> NDArray:
+    changed = rules.changed(row, path)
+    words = None if rules.token_bitmask is None else rules.token_bitmask(path[:])
+    if words is None:
+        return changed
+    check_tensor("what a rule's token_bitmask returned", words, (mask_words(row.size),), torch.int32)
+    return _masked(changed, words)
+
+
 def _masked(row: NDArray, words: Tensor) -> NDArray:
-    allowed = np.unpackbits(words.numpy().view(np.uint8), count=row.size, bitorder="little").view(bool)
+    allowed = np.unpackbits(words.cpu().numpy().view(np.uint8), count=row.size, bitorder="little").view(bool)
     return np.where(allowed, row, np.float32(-np.inf))
 
 
@@ -515,6 +536,42 @@ def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verifi
             rows = _bits(cache)
             for slot, to, taken in moves:
                 rows[slot][:, to] = rows[slot][:, taken]  # the right side is a copy
+
+
+def commit_paged(
+    pools: Sequence[tuple[Tensor, Tensor]],
+    block_table: Tensor,  # [batch, blocks]
+    past_lengths: Tensor,  # [batch]
+    verified: Verified,
+) -> None:
+    steps = np.arange(1, verified.accepted_nodes.shape[1])
+    nodes = verified.accepted_nodes.numpy()[:, 1:]
+    moves = (steps <= verified.accepted_count.numpy()[:, None]) & (nodes > steps)  # [batch, D]
+    slots, at = moves.nonzero()
+    past, table = past_lengths.numpy()[slots], block_table.numpy()
+    moved = []
+    for pool in (pool for pair in pools for pool in pair):  # all is looked up before anything moves
+        source, row = _pool_places(pool, table, slots, past + nodes[slots, at])
+        block, to = _pool_places(pool, table, slots, past + steps[at])
+        moved.append((_bits(pool), source, row, block, to))
+    for rows, source, row, block, to in moved:
+        rows[block, :, to] = rows[source, :, row]  # the right side is a copy
+
+
+def _pool_places(pool: Tensor, table: NDArray, slots: NDArray, tokens: NDArray) -> tuple[NDArray, NDArray]:
+    """Block in the pool and row in the block of a token of each of ``slots``."""
+    blocks, _, page, _ = pool.shape
+    entries = tokens // page
+    if (beyond := entries >= table.shape[1]).any():
+        slot, needed = slots[beyond][0], entries[beyond][0] + 1
+        raise ValueError(f"block_table has {table.shape[1]} blocks a slot: slot {slot} needs {needed}")
+    ids = table[slots, entries]
+    if (outside := (ids < 0) | (ids >= blocks)).any():
+        slot, entry, block = slots[outside][0], entries[outside][0], ids[outside][0]
+        raise ValueError(
+            f"block_table holds {block} at [{slot}, {entry}], where a row moves: the pool has 0 to {blocks - 1}"
+        )
+    return ids, tokens % page
 
 
 def gather_features(features: Tensor, verified: Verified) -> Tensor:

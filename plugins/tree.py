@@ -61,7 +61,7 @@ class Verified:
     """What one round accepted. A slot with a status other than 0 accepted and emitted nothing.
 
     ``status``: 0, or 1 (a visited row held NaN, +inf or no finite logit: it is no distribution), or 2 (no token left
-    after token_bitmask and filters).
+    after the request's rules, token_bitmask and filters).
     """
 
     accepted_nodes: Tensor  # [batch, D+1] int32, root first, then -1
@@ -130,4 +130,4 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtyp
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(have)}, expected [{wanted}]")
     if dtypes and tensor.dtype not in dtypes:
-        raise TypeError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")

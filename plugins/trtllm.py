@@ -189,7 +189,7 @@ def from_dynamic_tree(buffers: DynamicTreeBuffers, *, max_depth: int, node_logws
         node_logws: [batch, N] float32, which TensorRT-LLM does not keep; None: 0 for every node.
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype, link, depth or mask.
+        ValueError: a wrong shape, dtype, link, depth or mask.
     """
     lengths = buffers.spec_decoding_generation_lengths
     batch, width = buffers.candidates.shape

@@ -26,6 +26,7 @@ struct LinearRows {
 // [blocks of the pool, kv_heads, tokens_per_block, head_dim]; token t is in block table[t / tokens_per_block]
 struct PagedRows {
     unsigned char* pool;
+    unsigned pool_blocks;
     const int* table;  // of this request
     int blocks;        // in the table
     int kv_heads;
@@ -36,8 +37,8 @@ struct PagedRows {
     __device__ unsigned char* at(long long token) const {
         if (token < 0 || token >= static_cast<long long>(blocks) * tokens_per_block) return nullptr;
         const int at = static_cast<int>(token);  // a division of 64 bits is a subroutine
-        const int block = table[at / tokens_per_block];
-        if (block < 0) return nullptr;  // not allocated
+        const unsigned block = table[at / tokens_per_block];
+        if (block >= pool_blocks) return nullptr;  // not allocated, -1 as unsigned, or not in the pool
         const long long row = (static_cast<long long>(block) * kv_heads + head) * tokens_per_block;
         return pool + (row + at % tokens_per_block) * row_bytes;
     }
@@ -119,10 +120,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_COMMIT)
                         const long long* past_lengths,  // [B]
                         const int* accepted_nodes,      // [B, D + 1]
                         const int* accepted_count,      // [B]
-                        int D, int kv_heads, int tokens_per_block, int row_bytes, int blocks) {
+                        int D, int pool_blocks, int kv_heads, int tokens_per_block, int row_bytes, int blocks) {
     const int slot = blockIdx.x / kv_heads;
     const long long address = pointers[blockIdx.y];
     const PagedRows rows = {reinterpret_cast<unsigned char*>(address),
+                            static_cast<unsigned>(pool_blocks),
                             block_table + static_cast<long long>(slot) * blocks,
                             blocks,
                             kv_heads,

@@ -39,6 +39,7 @@ template <class T>
 struct Marginal {
     Row<T> row;
     const int* draft_to_target;  // [vocab], null where draft ids are target ids
+    bool merged;                 // the table is not ascending: two draft ids may be one target id
 };
 
 struct MergeSpace {
@@ -100,19 +101,27 @@ __device__ void visit_target_ids(const Marginal<T>& marginal, MergeSpace& space,
     }
 }
 
-// The same where draft ids are target ids.
+// Calls visit(logit, id) for the tokens that are above -inf. A thread's ids ascend.
 template <class T, class Visit>
 __device__ void visit_tokens(const Marginal<T>& marginal, MergeSpace& space, Visit visit) {
-    if (marginal.draft_to_target != nullptr) {
+    if (marginal.merged) {
         visit_target_ids(marginal, space, visit);
         return;
     }
+    const int* table = marginal.draft_to_target;
     for_each_chunk<THREADS>(marginal.row, [&](int first, const float(&logits)[CHUNK]) {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
-            if (!(logits[i] == -infinity())) visit(logits[i], first + i);
+            if (!(logits[i] == -infinity())) visit(logits[i], table != nullptr ? table[first + i] : first + i);
         }
     });
+}
+
+// Whether the ids of a table do not ascend. A vocabulary cut down to some of the target's ids has them in order.
+__device__ bool out_of_order(const int* table, int vocab) {
+    bool found = false;
+    for (int at = threadIdx.x; at < vocab - 1; at += THREADS) found |= table[at] >= table[at + 1];
+    return __syncthreads_or(found);
 }
 
 // A bound from `best`, the best token's key, on, that the `wanted`-th best does not exceed, and at most BUFFER tokens.
@@ -212,7 +221,9 @@ __device__ void draft_topk(const Marginal<T>& marginal, int wanted, int* token_i
         ddtree_draft_topk_##dtype(const T* draft_logits, const int* draft_to_target, int /*D*/, int V, int K,       \
                                   int mapped, int* token_ids, float* log_probs) {                                   \
         const long long row = blockIdx.x;                                                                           \
-        const Marginal<T> marginal{Row<T>(draft_logits + row * V, V), mapped ? draft_to_target : nullptr};          \
+        const int* table = mapped ? draft_to_target : nullptr;                                                      \
+        const bool merged = mapped && out_of_order(table, V);                                                       \
+        const Marginal<T> marginal{Row<T>(draft_logits + row * V, V), table, merged};                               \
         draft_topk(marginal, K, token_ids + row * K, log_probs + row * K);                                          \
     }
 

@@ -7,6 +7,7 @@
 //
 // Masses, sums of exp((logit - largest) / temperature), are integers in units of 2^-40: exact in any order.
 #include "common.cuh"
+#include "selection.cuh"
 
 namespace ddtree {
 
@@ -386,11 +387,18 @@ __device__ Step target_only_draw(const Row<T>& row, const Allowed& allowed, cons
         });
     if (step.child >= 0) return step;
 
-    __syncthreads();
+    block_sort<THREADS>(rejected, rejected_count, 0x7fffffff);
     const auto mass_left = [&](int token, float logit) -> Mass {
-        for (int at = 0; at < rejected_count; ++at)
-            if (rejected[at] == token) return 0;
-        return mass(token, logit);
+        int low = 0, high = rejected_count;  // the first that is not below the token is in here
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (rejected[middle] < token) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        return low < rejected_count && rejected[low] == token ? 0 : mass(token, logit);
     };
     // Not 0: children that hold all the mass reach the largest coin.
     const Mass left = row_mass(row, allowed, mass_left);

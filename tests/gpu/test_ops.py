@@ -5,7 +5,7 @@ import pytest
 import torch
 from simt.driver import Driver, install
 
-from ddtree.plugins import custom_ops, ops, reference
+from ddtree.plugins import ops, reference
 
 from ..plugins import oracles
 
@@ -174,6 +174,38 @@ def test_verify_tree_with_a_grammar_coins_and_thresholds(device):
     assert_same_verified(ops.verify_tree(*inputs, **there, **thresholds), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["coupled", "greedy", "target_only"])
+def test_requests_with_row_rules_beside_others(device, method, dtype):
+    """The host verifies the former, the kernel the latter; rows off the path are read by neither."""
+    _, tree = separated(12, batch=4, depth=4, vocab=300)
+    logits, roots = target_logits(tree, 300, dtype), torch.tensor([7, 0, 90, 5])
+    sampling = oracles.sampling([{"seed": 1}, {"temperature": 0.0}, {"top_p": 0.9, "seed": 7}, {"top_k": 4}])
+    likeliest = logits[:, 0].argmax(1).tolist()
+    rules = [
+        None,
+        ops.RowRules(vocab_size=300, prompt_token_ids=[1], bad_words=[[likeliest[1]]]),
+        ops.RowRules(vocab_size=300, prompt_token_ids=[1, 2], repetition_penalty=1.5, logit_bias={17: 12.0}),
+        ops.RowRules(vocab_size=300, prompt_token_ids=[1], min_tokens=0, end_token_ids=[3]),  # changes nothing
+    ]
+    generator = torch.Generator().manual_seed(0)
+    options = {
+        "token_bitmask": torch.randint(-(2**31), 2**31 - 1, (4, 13, 10), dtype=torch.int32, generator=generator),
+        "method": method,
+    }
+    if method == "target_only":
+        options["coins"] = torch.rand(4, 13, generator=generator) * 0.9 + 0.05
+        options["final_coin"] = torch.full((4,), 0.3)
+    expected = reference.verify_tree(logits, tree, roots, sampling, row_rules=rules, **options)
+    without = reference.verify_tree(logits, tree, roots, sampling, **options)
+    assert not torch.equal(expected.output_ids[1], without.output_ids[1])
+    for slot, nodes in enumerate(expected.accepted_nodes.tolist()):
+        logits[slot, [node for node in range(13) if node not in nodes]] = torch.nan
+    there = {name: moved(value, device) if name != "method" else value for name, value in options.items()}
+    inputs = [moved(value, device) for value in (logits, tree, roots, sampling)]
+    assert_same_verified(ops.verify_tree(*inputs, row_rules=rules, **there), expected)
+
+
 def test_bad_data_is_the_status_of_its_request(device):
     _, tree = separated(12, batch=3, depth=4, vocab=300)
     logits, roots = target_logits(tree, 300, torch.float32), torch.tensor([7, 0, 90])
@@ -230,9 +262,9 @@ def test_commit_paged(device, page):
     pools = [torch.randn(4 * blocks + 3, 2, page, 64, generator=generator).bfloat16() for _ in range(4)]
     past, verified = torch.tensor([5, 0, 30, 9]), accepted(PATHS)
     there = [pool.to(device, copy=True) for pool in pools]
-    inputs = [table, past, verified.accepted_nodes, verified.accepted_count]
-    custom_ops.commit_paged(pools, *inputs)
-    custom_ops.commit_paged_cuda(there, *(tensor.to(device) for tensor in inputs))
+    layers, layers_there = (list(zip(each[::2], each[1::2], strict=True)) for each in (pools, there))
+    reference.commit_paged(layers, table, past, verified)
+    ops.commit(layers_there, past.to(device), moved(verified, device), block_table=table.to(device))
     for pool, expected in zip(there, pools, strict=True):
         assert torch.equal(pool.cpu(), expected)
 

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
@@ -180,6 +181,36 @@ def gumbel(seed: int, position: int, token: int) -> float:
     return -math.log(-math.log1p(-uniform(philox((token // 4, position, 0, 0), seed)[token % 4])))
 
 
+def ruled_logits(
+    logits: list[float],
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    logit_bias: dict[int, float] | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    bad_words: Sequence[Sequence[int]] = (),
+    min_tokens: int = 0,
+    end_token_ids: Sequence[int] = (),
+) -> list[float]:
+    """The logits after a request's rules, token by token, by counting in the text before them; float32 like theirs."""
+    text = [*prompt, *output]
+    ruled = []
+    for token, logit in enumerate(map(np.float32, logits)):
+        logit += np.float32((logit_bias or {}).get(token, 0.0))
+        if token in text:
+            penalty = np.float32(repetition_penalty)
+            logit = logit * penalty if logit < 0 else logit / penalty
+        count = list(output).count(token)
+        if count > 0:
+            logit = logit - np.float32(presence_penalty) - np.float32(frequency_penalty) * np.float32(count)
+        completed = any([*text, token][-len(word) :] == list(word) for word in bad_words)
+        too_early = token in end_token_ids and len(output) < min_tokens
+        ruled.append(-math.inf if completed or too_early else float(logit))
+    return ruled
+
+
 def kept_probabilities(
     logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> dict[int, float]:
@@ -209,3 +240,57 @@ def coupled_draw(logits: list[float], seed: int, position: int, **settings) -> i
         return next(iter(kept))
     keys = {t: logits[t] / settings["temperature"] + gumbel(seed, position, t) for t in kept}
     return min(keys, key=lambda t: (-keys[t], t))
+
+
+def mass_is_near(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
+    """Whether a sum of probabilities lies within 1e-4 of top_p, or a ratio within 1e-4 of min_p."""
+    kept = sorted(kept_probabilities(logits, temperature, top_k).values(), reverse=True)
+    ratios = np.array(kept) / kept[0]
+    near_top_p = 0 < top_p < 1 and (abs(np.cumsum(kept) - top_p) < 1e-4).any()
+    near_min_p = min_p > 0 and (abs(ratios - min_p) < 1e-4).any()
+    return bool(near_top_p or near_min_p)
+
+
+def draw_is_near(logits: list[float], seed: int, position: int, **settings) -> bool:
+    """Whether the last bit of a sum or of a logarithm may decide ``coupled_draw``."""
+    if settings["temperature"] < 1e-5:
+        return False
+    keys = sorted(
+        logits[t] / settings["temperature"] + gumbel(seed, position, t) for t in kept_probabilities(logits, **settings)
+    )
+    return mass_is_near(logits, **settings) or (len(keys) > 1 and keys[-1] - keys[-2] < 1e-4)
+
+
+def target_only_walk(
+    rows: Callable[[list[int]], list[float]],
+    tree: ops.DraftTree,
+    coins: list[float],
+    final_coin: float,
+    **settings: float,
+) -> tuple[list[int], list[int], float]:
+    """Accepted nodes and emitted tokens of a tree of one slot, and how near the nearest decision was.
+
+    ``rows`` gives the logits after the tokens on the path below the root.
+    """
+    nodes, tokens, nearest = [0], [], math.inf
+    parents, token_ids = tree.parents[0].tolist(), tree.token_ids[0].tolist()
+    while True:
+        probability = kept_probabilities(rows(tokens), **settings)
+        children = [child for child, parent in enumerate(parents) if parent == nodes[-1]]
+        mass = 0.0
+        for child in children:
+            mass += probability.get(token_ids[child], 0.0)
+            nearest = min(nearest, abs(coins[nodes[-1]] - mass))
+            if token_ids[child] in probability and coins[nodes[-1]] <= mass:
+                nodes.append(child)
+                tokens.append(token_ids[child])
+                break
+        else:
+            left = {t: p for t, p in sorted(probability.items()) if t not in [token_ids[child] for child in children]}
+            at = final_coin * math.fsum(left.values())
+            for token, share in left.items():
+                at -= share
+                nearest = min(nearest, abs(at))
+                if at < 0:
+                    return nodes, [*tokens, token], nearest
+            return nodes, [*tokens, max(left)], 0.0

@@ -87,3 +87,90 @@ def test_nan_in_rows_that_were_not_accepted_stays_where_it_is():
     for cache in caches[0]:
         assert cache[0, :, :13].isfinite().all()  # rows 10, 11, 12: root and the two accepted nodes
         assert cache[1].isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Paged caches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def paged(caches: list[tuple[torch.Tensor, torch.Tensor]], page: int) -> tuple[list, torch.Tensor]:
+    """The same caches in pools of blocks, whose order is shuffled and two of which nobody uses; and the block table."""
+    batch, heads, rows, dim = caches[0][0].shape
+    blocks = -(-rows // page)
+    order = torch.randperm(batch * blocks + 2, generator=torch.Generator().manual_seed(page))
+    table = order[: batch * blocks].view(batch, blocks)
+    pools = []
+    for pair in caches:
+        both = []
+        for cache in pair:
+            padded = torch.zeros(batch, heads, blocks * page, dim, dtype=cache.dtype)
+            padded[:, :, :rows] = cache
+            pool = torch.full((len(order), heads, page, dim), 7.0, dtype=cache.dtype)
+            pool[table] = padded.view(batch, heads, blocks, page, dim).transpose(1, 2)
+            both.append(pool)
+        pools.append(tuple(both))
+    return pools, table.int()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(paths | st.just([]), min_size=1, max_size=4),
+    st.data(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 3, 8, 64]),
+)
+def test_paged_caches_hold_what_linear_ones_do(path_of, data, dtype, page):
+    past = torch.tensor(data.draw(st.lists(st.integers(0, 19), min_size=len(path_of), max_size=len(path_of))))
+    caches = random_caches(2, len(path_of), dtype)
+    pools, table = paged(caches, page)
+    ops.commit(pools, past, verified(path_of, 7), block_table=table)
+    ops.commit(caches, past, verified(path_of, 7))
+    for pair, expected in zip(pools, paged(caches, page)[0], strict=True):
+        assert all(torch.equal(*each) for each in zip(pair, expected, strict=True))
+
+
+def test_blocks_that_no_row_needs_may_be_missing():
+    pools, table = paged(random_caches(1, 2, torch.float32), 8)
+    table[:, 2:] = -1  # room for 16 rows
+    ops.commit(pools, torch.tensor([5, 9]), verified([[0, 4, 9], [0, 1]], 7), block_table=table)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (-1, r"block_table holds -1 at \[1, 2\], where a row moves: the pool has 0 to 11"),
+        (12, r"block_table holds 12 at \[1, 2\], where a row moves: the pool has 0 to 11"),
+    ],
+)
+def test_a_row_that_moves_in_a_block_outside_of_the_pool_is_refused(block, message):
+    """Before anything moves: -1 is not the last block."""
+    pools, table = paged(random_caches(2, 2, torch.float32), 8)
+    before = [[pool.clone() for pool in pair] for pair in pools]
+    table[1, 2] = block  # rows 16 to 23
+    with pytest.raises(ValueError, match=message):
+        ops.commit(pools, torch.tensor([5, 9]), verified([[0, 4], [0, 7]], 7), block_table=table)
+    for pair, old in zip(pools, before, strict=True):
+        assert all(torch.equal(*each) for each in zip(pair, old, strict=True))
+
+
+def test_a_path_beyond_the_cache_is_refused():
+    path = verified([[0, 4], [0, 12]], 7)
+    caches = random_caches(1, 2, torch.float32)
+    pools, table = paged(caches, 8)
+    with pytest.raises(ValueError, match=r"block_table has 5 blocks a slot: slot 1 needs 6"):
+        ops.commit(pools, torch.tensor([0, 28]), path, block_table=table)
+    with pytest.raises(ValueError, match=r"a cache of 40 rows does not hold the accepted path \(needed: 41\)"):
+        ops.commit(caches, torch.tensor([0, 28]), path)
+    ops.commit(caches, torch.tensor([0, 27]), path)
+
+
+def test_pools_and_tables_of_a_wrong_shape_are_refused():
+    pools, table = paged(random_caches(1, 2, torch.float32), 8)
+    arguments = (torch.tensor([5, 9]), verified([[0, 4], [0, 1]], 7))
+    with pytest.raises(ValueError, match=r"block_table has shape \[1, 5\], expected \[2, any\]"):
+        ops.commit(pools, *arguments, block_table=table[:1])
+    with pytest.raises(ValueError, match=r"block_table is torch\.int64, expected torch\.int32"):
+        ops.commit(pools, *arguments, block_table=table.long())
+    with pytest.raises(ValueError, match=r"cache of layer 0 has shape \[12, 2, 24\], expected \[any, any, any, any\]"):
+        ops.commit([(pools[0][0].flatten(2), pools[0][1])], *arguments, block_table=table)

@@ -79,21 +79,6 @@ def test_a_fake_result_of_another_shape_would_be_noticed():
         torch.library.opcheck(gather, CALLS["gather_features"][1])
 
 
-def test_paged_caches_hold_what_linear_ones_do():
-    linear = [random(B, 2, 32, 4, seed=s) for s in range(2)]
-    blocks = torch.randperm(8, generator=torch.Generator().manual_seed(1)).view(B, 4)
-    pools = []
-    for cache in linear:
-        pool = torch.empty(8, 2, 8, 4)
-        pool[blocks] = cache.view(B, 2, 4, 8, 4).transpose(1, 2)
-        pools.append(pool)
-    custom_ops.commit_paged(pools, blocks.int(), PAST, *ACCEPTED)
-    reference.commit([(linear[0], linear[1])], PAST, VERIFIED)
-    assert VERIFIED.accepted_nodes[0, 1] > 1  # a row has moved
-    for pool, cache in zip(pools, linear, strict=True):
-        assert torch.equal(pool[blocks].transpose(1, 2).reshape(cache.shape), cache)
-
-
 def tree_round(draft_logits, roots, past, logits, keys, values, features):
     """All operations, by their public names."""
     tree = ops.build_tree(draft_logits, roots, budget=BUDGET)

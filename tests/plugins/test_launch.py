@@ -115,6 +115,34 @@ def test_the_devices_own_architecture_is_compiled_and_its_cubin_loaded(driver, m
     assert driver.loaded == [b"\x7fELF"]
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "message"),
+    [
+        (
+            12_080,
+            (9, 0),
+            r"the NVIDIA driver serves CUDA 12\.8, and the kernels need CUDA 13\.0 \(update it to R",
+        ),
+        (13_000, (7, 5), "the GPU is sm_75, and the kernels need sm_80 or newer"),
+    ],
+)
+def test_an_older_driver_or_gpu_is_refused_before_anything_is_compiled(
+    driver, monkeypatch, version, capability, message
+):
+    driver.version, driver.compute_capability = version, capability
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(RuntimeError, match=message) as raised:
+        launch.launch(ENCODE_TREE, encode_inputs(), element_type=torch.float16, cache_length=64, window=0)
+    assert "\n" not in str(raised.value)
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize(("version", "capability"), [(13_000, (8, 0)), (13_020, (12, 0))])
+def test_drivers_and_gpus_from_the_oldest_on_are_served(driver, version, capability):
+    driver.version, driver.compute_capability = version, capability
+    assert launch.device_arch() == "sm_{}{}".format(*capability)
+
+
 def test_a_thread_without_a_context_gets_the_primary_one(driver):
     assert driver.context == 0
     launch.launch(ENCODE_TREE, encode_inputs(), element_type=torch.float16, cache_length=64, window=0)
@@ -135,7 +163,7 @@ def test_wrong_inputs_are_refused_before_any_launch(driver):
         inputs = dict(zip([spec.name for spec in ENCODE_TREE.inputs], encode_inputs(), strict=True)) | changed
         launch.launch(ENCODE_TREE, [*inputs.values()], element_type=torch.float16, cache_length=64, window=0)
 
-    with pytest.raises(TypeError, match=r"depths is torch\.int64, expected torch\.int32"):
+    with pytest.raises(ValueError, match=r"depths is torch\.int64, expected torch\.int32"):
         encode(depths=torch.zeros(2, 40, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"depths of strides \[1, 2\] is not contiguous"):
         encode(depths=torch.zeros(40, 2, dtype=torch.int32).T)
@@ -143,7 +171,7 @@ def test_wrong_inputs_are_refused_before_any_launch(driver):
         encode(past_lengths=torch.zeros(2, dtype=torch.int64, device="meta"))
     with pytest.raises(ValueError, match=r"past_lengths has shape \[3\]"):
         encode(past_lengths=torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(TypeError, match="encode_tree of float64"):
+    with pytest.raises(ValueError, match="encode_tree of float64"):
         launch.launch(ENCODE_TREE, encode_inputs(), element_type=torch.float64, cache_length=64, window=0)
     assert driver.launches == []
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddtree.plugins import nvrtc
-from ddtree.plugins.operations import OPERATIONS
+from ddtree.plugins.cache import cache_root
+from ddtree.plugins.operations import DRAFT_TOPK, OPERATIONS, VERIFY_TREE
 
 SOURCES = sorted(path.name for path in nvrtc.KERNELS.glob("*.cu"))
 REGISTERS_OF_AN_SM = 65536
@@ -89,6 +90,17 @@ def test_every_kernel_compiles_within_limits(source, arch):
             # Registers are given to warps in units of 256.
             registers = (32 * used.registers + 255) // 256 * 256 * (operation.block // 32)
             assert registers * RESIDENT[operation.name] <= REGISTERS_OF_AN_SM, used
+
+
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("operation", [DRAFT_TOPK, VERIFY_TREE], ids=lambda operation: operation.name)
+def test_logits_are_read_in_words_of_16_bytes(operation, arch):
+    """Wherever a row that is not aligned is read in words of 2 bytes, one that is takes an eighth as many of 16."""
+    _, *kernels = nvrtc.compile_source(operation.source, arch).ptx.decode().split(".entry ")
+    assert [text.partition("(")[0] for text in kernels] == [operation.entry(dtype) for dtype in operation.types]
+    for text in kernels:
+        wide, narrow = text.count("ld.global.nc.v4.u32"), text.count("ld.global.nc.u16")
+        assert 0 < 8 * wide == narrow
 
 
 def test_resources_are_read_from_the_log(tmp_path, cache):
@@ -204,6 +216,21 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(source, tmp_path, monke
     monkeypatch.setenv("DDTREE_CACHE", str(tmp_path / "file"))
     with pytest.warns(RuntimeWarning, match="DDTREE_CACHE names another place"):
         assert nvrtc.compile_source(source, "sm_90").cubin
+
+
+def test_a_user_without_a_home_compiles_again(source, monkeypatch):
+    """A container's user often has none."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DDTREE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.warns(RuntimeWarning, match="in each process: no home directory to keep a cache in: set DDTREE_CACHE"):
+        assert nvrtc.compile_source(source, "sm_90").cubin
+    with pytest.raises(FileNotFoundError, match="no home directory to keep a cache in: set DDTREE_CACHE"):
+        cache_root()
 
 
 def test_the_cache_is_beside_that_of_engines(monkeypatch):

@@ -282,7 +282,7 @@ def test_filters_keep_what_the_float64_oracle_keeps(seed, vocab, temperature, to
     logits = np.random.default_rng(seed).normal(size=vocab).astype(np.float32) * 3
     if tied:
         logits = np.round(logits)
-    if not mass_is_near(logits, temperature, top_k, top_p, min_p):
+    if not oracles.mass_is_near(logits.tolist(), temperature, top_k, top_p, min_p):
         _, weights = filtered_weights(logits, temperature, top_k, top_p, min_p)
         expected = oracles.kept_probabilities(logits.tolist(), temperature, top_k, top_p, min_p)
         assert set(weights.nonzero()[0].tolist()) == set(expected)
@@ -314,7 +314,7 @@ def test_the_coupled_draw_is_the_float64_oracles(seed, vocab, temperature, top_k
     slots = [{**settings, "seed": seed}]
     root = ops.root_tree(torch.tensor([0]))
     verified = verify(torch.from_numpy(logits)[None, None], root, slots, position=position - 1)
-    if not near and not mass_is_near(logits, **settings):
+    if not near and not oracles.mass_is_near(logits.tolist(), **settings):
         assert verified.output_ids.tolist() == [[keys[0][1]]]
 
 
@@ -322,12 +322,3 @@ def likely(kept: dict[int, float]) -> list[int]:
     """Without those that cannot win, so that scalar Philox need not run over a whole vocabulary."""
     best = max(kept.values())
     return [token for token, p in kept.items() if p > best * math.exp(-26)]
-
-
-def mass_is_near(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether a sum of probabilities lies within 1e-4 of top_p, or a ratio within 1e-4 of min_p."""
-    kept = sorted(oracles.kept_probabilities(logits.tolist(), temperature, top_k).values(), reverse=True)
-    ratios = np.array(kept) / kept[0]
-    near_top_p = 0 < top_p < 1 and (abs(np.cumsum(kept) - top_p) < 1e-4).any()
-    near_min_p = min_p > 0 and (abs(ratios - min_p) < 1e-4).any()
-    return bool(near_top_p or near_min_p)

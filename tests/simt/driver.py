@@ -39,6 +39,8 @@ class Launch:
 class Driver:
     """Modules are the names of sources, functions are (source, entry). ``runs`` False: launches are only recorded."""
 
+    version = 13_000
+    compute_capability = COMPUTE_CAPABILITY
     CUresult = real.CUresult
     CUdevice_attribute = real.CUdevice_attribute
 
@@ -52,6 +54,9 @@ class Driver:
     def cuInit(self, flags):  # noqa: N802 (the names are the driver's)
         return (self._success,)
 
+    def cuDriverGetVersion(self):  # noqa: N802
+        return self._success, self.version
+
     def cuDeviceGet(self, ordinal):  # noqa: N802
         return self._success, real.CUdevice(ordinal)
 
@@ -59,7 +64,7 @@ class Driver:
         return (self._success, real.CUdevice(0)) if self.context else (real.CUresult.CUDA_ERROR_INVALID_CONTEXT, None)
 
     def cuDeviceGetAttribute(self, attribute, device):  # noqa: N802
-        major, minor = COMPUTE_CAPABILITY
+        major, minor = self.compute_capability
         kinds = real.CUdevice_attribute
         values = {
             kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: major,

@@ -15,6 +15,7 @@ import re
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -70,11 +71,23 @@ def build(
     text = (KERNELS / name).read_text()
     for old, new in (replace or {}).items():
         if old not in text:
-            text = _HEADER.sub(lambda match: (KERNELS / match[1]).read_text(), text)
+            text = _with_headers(text, set())
         if text.count(old) != 1:
             raise ValueError(f"{name} holds the text to replace {text.count(old)} times, expected once: {old!r}")
         text = text.replace(old, new)
     return build_text(text, sanitize=sanitize, trace=trace, defines=defines, name=name)
+
+
+def _with_headers(text: str, seen: set[str]) -> str:
+    """``text`` with the headers of ours in place of their includes, each once."""
+
+    def included(match: re.Match[str]) -> str:
+        if match[1] in seen:
+            return ""
+        seen.add(match[1])
+        return _with_headers((KERNELS / match[1]).read_text(), seen)
+
+    return _HEADER.sub(included, text)
 
 
 def build_text(
@@ -114,6 +127,10 @@ def _compiled(source: Path, folder: Path, flags: Sequence[str]) -> Path:
     include = [f"-I{HERE}", f"-I{KERNELS}", f"-I{_cuda_include()}"]
     command = [*flags, *include, "-x", "c++", "-c", str(source)]
     return _once(folder / f"{source.stem}.o", lambda to: _compile([*command, "-o", str(to)]))
+
+
+_launching = threading.Lock()  # a library runs one launch at a time
+_with_stacks: list[ctypes.CDLL] = []  # the one library that keeps its threads' stacks: the last that ran
 
 
 class Kernels:
@@ -182,16 +199,21 @@ class Kernels:
                 tables.append(argument)  # alive until the kernel has run
             values.append(argument.data_ptr() if isinstance(argument, Tensor) else argument & 0xFFFFFFFF)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        failed = self._libraries[name].cuda_cpu_launch(
-            (ctypes.c_uint * 3)(*grid),
-            (ctypes.c_uint * 3)(*block),
-            ctypes.c_size_t(shared_bytes),
-            (ctypes.c_uint64 * len(values))(*values),
-            ctypes.c_size_t(len(values)),
-            ctypes.c_uint64(schedule),
-            message,
-            ctypes.c_size_t(_MESSAGE_BYTES),
-        )
+        library = self._libraries[name]
+        with _launching:
+            if _with_stacks and _with_stacks[0]._handle != library._handle:
+                _with_stacks.pop().cuda_cpu_release()
+            _with_stacks[:] = [library]
+            failed = library.cuda_cpu_launch(
+                (ctypes.c_uint * 3)(*grid),
+                (ctypes.c_uint * 3)(*block),
+                ctypes.c_size_t(shared_bytes),
+                (ctypes.c_uint64 * len(values))(*values),
+                ctypes.c_size_t(len(values)),
+                ctypes.c_uint64(schedule),
+                message,
+                ctypes.c_size_t(_MESSAGE_BYTES),
+            )
         if failed:
             raise SimtError(f"{name}: {message.value.decode()}")
 
@@ -272,7 +294,10 @@ class Kernels:
             command = [*_SANITIZE, *objects, *common]
             return _once(self.folder / name, lambda to: _compile([*command, "-o", str(to)]))
         exports = self.folder / "exports.map"
-        _once(exports, lambda to: to.write_text("{ global: cuda_cpu_launch; cuda_cpu_trace; local: *; };"))
+        _once(
+            exports,
+            lambda to: to.write_text("{ global: cuda_cpu_launch; cuda_cpu_release; cuda_cpu_trace; local: *; };"),
+        )
         command = ["-shared", *objects, *common, f"-Wl,--version-script={exports}"]
         return _once(self.folder / f"{name}.so", lambda to: _compile([*command, "-o", str(to)]))
 

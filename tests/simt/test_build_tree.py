@@ -191,6 +191,13 @@ def test_the_order_of_the_threads_does_not_matter(budget):
         assert_same_tree(build_tree(*case, budget=budget, keep_chain=True, schedule=schedule), expected)
 
 
+@pytest.mark.parametrize("schedule", [0, 3])
+def test_no_thread_races_with_another(schedule):
+    case = hard_case(64)
+    traced = build_tree(*case, budget=64, kernels=build("build_tree.cu", trace=True), schedule=schedule)
+    assert_same_tree(traced, build_tree(*case, budget=64))
+
+
 @pytest.mark.parametrize("budget", [1, 64, 1023])
 def test_no_access_is_out_of_bounds(budget):
     case = hard_case(budget)
@@ -257,19 +264,17 @@ def test_a_row_too_far_is_found():
 
 
 SELECTION = (KERNELS / "selection.cuh").read_text().replace("#pragma once", "")
-# The other one, at the end of the scan, stops a warp that runs a whole scan ahead of another. No schedule of the runner
-# lets a warp do that.
-BARRIERS = [at for at in range(SELECTION.count("__syncthreads();")) if at != 1]
 
 
-@pytest.mark.parametrize("barrier", BARRIERS)
+@pytest.mark.parametrize("barrier", range(SELECTION.count("__syncthreads();")))
 def test_a_missing_barrier_of_scan_sort_or_histogram_is_found(barrier):
     parts = SELECTION.split("__syncthreads();")
     header = "__syncthreads();".join(parts[: barrier + 1]) + ";" + "__syncthreads();".join(parts[barrier + 1 :])
     source = (KERNELS / "build_tree.cu").read_text().replace('#include "selection.cuh"', header)
-    faulty = build_text(source, name="build_tree.cu")
+    faulty, traced = (build_text(source, name="build_tree.cu", trace=trace) for trace in (False, True))
     case = hard_case(255)
     expected = build_tree(*case, budget=255)
     with pytest.raises((AssertionError, SimtError)):  # noqa: PT012
+        build_tree(*hard_case(64), budget=64, kernels=traced)  # sees that a warp could run a whole scan ahead
         for schedule in range(6):
             assert_same_tree(build_tree(*case, budget=255, kernels=faulty, schedule=schedule), expected)

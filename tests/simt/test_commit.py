@@ -91,7 +91,7 @@ def commit_linear(kernels, caches: list[torch.Tensor], past: list[int], paths: l
 def commit_paged(kernels, pools, block_table, past: list[int], paths: list[list[int]], schedule: int = 0):
     """``pools`` uint8 [blocks, kv_heads, tokens_per_block, row_bytes]. Returns what they should hold afterwards."""
     expected = []
-    _, kv_heads, page, row_bytes = pools[0].shape
+    pool_blocks, kv_heads, page, row_bytes = pools[0].shape
     for pool in pools:
         after = pool.clone()
         for blocks, *each in zip(block_table.long(), past, paths, strict=True):
@@ -103,6 +103,7 @@ def commit_paged(kernels, pools, block_table, past: list[int], paths: list[list[
         kernels,
         COMMIT_PAGED,
         [Pointers(pools), block_table, torch.tensor(past), *accepted(paths, 20)],
+        pool_blocks=pool_blocks,
         kv_heads=kv_heads,
         tokens_per_block=page,
         row_bytes=row_bytes,
@@ -182,9 +183,34 @@ def test_paths_out_of_the_cache_touch_nothing(sanitized):
     before = [pools[0].clone()]
     table = torch.tensor([[0], [1], [-1]], dtype=torch.int32)
     inputs[0][2] = 0
-    options = {"kv_heads": 1, "tokens_per_block": 16, "row_bytes": 8}
-    launch(sanitized, COMMIT_PAGED, [Pointers(pools), table, *inputs], **options)
+    launch(sanitized, COMMIT_PAGED, [Pointers(pools), table, *inputs], **ONE_HEAD)
     assert_same(pools, before)
+
+
+ONE_HEAD = {"pool_blocks": 3, "kv_heads": 1, "tokens_per_block": 16, "row_bytes": 8}
+WRONG_BLOCKS = torch.tensor([[3, 0], [2**31 - 1, 1], [0, -5], [1, 3], [2, -1]], dtype=torch.int32)
+
+
+def commit_into_wrong_blocks(kernels, pools: list[torch.Tensor]) -> None:
+    """Requests 0 and 1 have their first block outside of the pool, 2 and 3 their second, where rows come from; the last
+    has a second one that is not allocated, and does not need it."""
+    paths = [[0, 9], [0, 9], [0, 18], [0, 18], [0, 2]]
+    inputs = [torch.zeros(5, dtype=torch.int64), *accepted(paths, 20)]
+    launch(kernels, COMMIT_PAGED, [Pointers(pools), WRONG_BLOCKS, *inputs], **ONE_HEAD)
+
+
+def test_blocks_that_are_not_in_the_pool_are_left_alone(sanitized):
+    pools = [random_bytes(3, 1, 16, 8)]
+    expected = pools[0].clone()
+    expected[2, 0, 1] = pools[0][2, 0, 2]
+    commit_into_wrong_blocks(sanitized, pools)
+    assert_same(pools, [expected])
+
+
+def test_a_block_that_is_not_in_the_pool_would_be_noticed():
+    faulty = build("commit.cu", sanitize=True, replace={"block >= pool_blocks": "block == -1u"})
+    with pytest.raises(SimtError, match="AddressSanitizer"):
+        commit_into_wrong_blocks(faulty, [random_bytes(3, 1, 16, 8)])
 
 
 @pytest.mark.parametrize("row_bytes", [4096, 36, 7])

@@ -178,6 +178,27 @@ def test_a_table_without_merging_only_renames():
     torch.testing.assert_close(log_probs, plain_log_probs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 2, 17, 5003])
+def test_an_ascending_table_is_read_as_it_is(dtype, vocab):
+    """As a drafter of a reduced vocabulary has it: the same log-probabilities to the bit, under other names."""
+    generator = torch.Generator().manual_seed(vocab)
+    table = (torch.randperm(9 * vocab, generator=generator)[:vocab].sort().values + 3).int()
+    logits = logits_of(vocab, 1, 3, vocab, dtype=dtype)
+    logits[0, 1, vocab // 2] = -INF
+    logits[0, 2] = logits[0, 2].round()
+    k = min(vocab, 100)
+    token_ids, log_probs = draft_topk(logits, k, table)
+    plain_ids, plain_log_probs = draft_topk(logits, k)
+    assert torch.equal(token_ids, torch.where(plain_ids < 0, -1, table[plain_ids.clamp_min(0).long()]))
+    assert torch.equal(log_probs, plain_log_probs)
+
+
+@pytest.mark.parametrize("table", [[3, 9, 9, 40], [3, 9, 5, 40], [3, 9, 40, 40], [3, 3, 9, 40]])
+def test_a_table_with_one_pair_out_of_order_is_merged(table):
+    assert_top_of_merged(logits_of(4, 1, 2, 4), 4, torch.tensor(table, dtype=torch.int32))
+
+
 def test_infinities_survive_merging():
     logits = torch.zeros(3, 1, 4)
     logits[0, 0, 1] = -INF
@@ -214,12 +235,15 @@ def test_draft_logits_become_the_tree(dtype, depths, vocab, budget):
 
 
 def hard_cases() -> list[tuple]:
-    """A row whose first bound is too far, one in which all tie, and one with merged ids."""
+    """A row whose first bound is too far, one in which all tie, two with merged ids, and one with renamed ones."""
     table = torch.randint(3000, (2500,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    pairs = torch.arange(2500, dtype=torch.int32) // 2
     return [
         (logits_of(7, 1, 2, 60_001, dtype=torch.float16), 1023),
         (torch.zeros(1, 1, 30_003), 700),
         (logits_of(8, 1, 1, 2500, dtype=torch.bfloat16).round(), 100, table),
+        (logits_of(8, 1, 1, 2500).round(), 100, torch.arange(2500, dtype=torch.int32) * 5),
+        (logits_of(8, 1, 1, 2500).round(), 100, pairs),
     ]
 
 
@@ -229,6 +253,13 @@ def test_the_order_of_the_threads_does_not_matter(case):
     for schedule in range(1, 6):
         for have, want in zip(draft_topk(*case, schedule=schedule), expected, strict=True):
             assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("case", hard_cases()[2:])
+def test_no_thread_races_with_another(case):
+    traced = draft_topk(*case, kernels=build("draft_topk.cu", trace=True), schedule=3)
+    for have, want in zip(traced, draft_topk(*case), strict=True):
+        assert torch.equal(have, want)
 
 
 @pytest.mark.parametrize("case", [*hard_cases(), (logits_of(9, 3, 2, 17), 17), (logits_of(9, 3, 2, 1), 1)])
@@ -244,6 +275,7 @@ FAULTS = {
         "                next = min(next, target);\n            }\n        }\n        __syncthreads();",
         "                next = min(next, target);\n            }\n        }",
     ),
+    "two equal ids side by side are not merged": ("table[at] >= table[at + 1]", "table[at] > table[at + 1]"),
     "the bound is another thread's": ("Key bound = collected[wanted - 1]", "Key bound = collected[wanted / 2]"),
     "ties go to the higher id": ("static_cast<unsigned>(token);", "~static_cast<unsigned>(token);"),
 }

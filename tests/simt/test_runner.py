@@ -1,6 +1,7 @@
 """The runner catches the faults that it is there for: a small kernel with each, and its correct twin, which passes."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,3 +273,18 @@ def test_one_source_may_be_built_by_several_at_once(tmp_path, monkeypatch):
         results = list(pool.map(lambda _: run("out[t] = in[t];"), range(2)))
     assert results == [list(range(THREADS))] * 2
     assert len(list(tmp_path.glob("*/k.so"))) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of this process's mappings")
+def test_stacks_of_many_kernels_do_not_add_up():
+    """A process has 65,530 mappings, and a test session runs some hundred kernels of up to 1,024 threads."""
+
+    def mappings_after(which: int) -> int:
+        out = torch.zeros(1024)
+        for _ in range(2):
+            launch(kernels(f"out[t] = in[t] + {which};"), torch.arange(1024.0), 1024, out, threads=1024)
+        assert out.tolist() == [t + which for t in range(1024)]
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    first = mappings_after(0)
+    assert all(mappings_after(which) < first + 500 for which in (1, 2, 3))

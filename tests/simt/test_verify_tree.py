@@ -209,6 +209,21 @@ def test_a_node_of_many_children():
         assert_agrees(verify_tree(*inputs, method=method), inputs, method=method)
 
 
+def test_hundreds_of_rejected_children_are_left_out():
+    """Children in any order of ids, all rejected: the draw is from the tokens between them."""
+    children = torch.randperm(1024, generator=torch.Generator().manual_seed(0))[:700].tolist()
+    tree = tree_of([0, *children], [-1] + [0] * 700, max_depth=2)
+    logits = torch.randn(1, 701, 1024, generator=torch.Generator().manual_seed(1))
+    logits[..., children] -= 8
+    inputs = (logits, tree, torch.tensor([5]), sampling([{}]))
+    for final in (0.0, 0.2, 0.5, 0.8, 1.0):
+        options = {"coins": torch.full((1, 701), 0.999), "final_coin": torch.tensor([final]), "method": "target_only"}
+        got = verify_tree(*inputs, **options)
+        assert_agrees(got, inputs, **options)
+        assert got.accepted_count.tolist() == [0]
+        assert int(got.output_ids[0, 0]) not in children
+
+
 @pytest.mark.parametrize("links", [[1, 1, 1, 1], [9, -7, 1 << 30, 2]], ids=["a ring", "outside"])
 def test_links_that_are_no_tree_end_the_walk(links):
     """Not an answer, but no endless loop and no access outside."""
@@ -380,7 +395,7 @@ BARRIERS = {
         "running > threshold;\n            }\n        }\n        __syncthreads();",
         "running > threshold;\n            }\n        }",
     ),
-    "after the children are listed": ("return step;\n\n    __syncthreads();", "return step;\n"),
+    "after the children are listed": ("block_sort<THREADS>(rejected, rejected_count, 0x7fffffff);", ""),
 }
 
 
