@@ -13,10 +13,10 @@ PYTEST  = $(VENV)/bin/python -m pytest
 demo: $(VENV)/.core
 	$(VENV)/bin/ddtree generate --compare </dev/null
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test $(VENV)/.triton lint
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: $(VENV)/.test lint
+test-all: $(VENV)/.test $(VENV)/.triton lint
 	$(PYTEST)
 
 lint: $(VENV)/.test
@@ -42,7 +42,11 @@ $(VENV)/.core: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(PIP) -e ".[test,cuda,rtx]" "$(TORCH)"
+	$(PIP) -e ".[test,cuda,rtx,grammar,chat]" "$(TORCH)"
+	touch $@
+
+$(VENV)/.triton: $(VENV)/.test tests/triton_server/environment.py
+	$(VENV)/bin/python tests/triton_server/environment.py
 	touch $@
 
 clean:

@@ -310,9 +310,14 @@ def commit(
     batch = verified.accepted_count.shape[0]
     check_tensor("past_lengths", past_lengths, (batch,), torch.int64)
     device = past_lengths.device
+    checked, shortest = None, None  # the last cache's shape, which is that of most; rows of the shortest one
     for layer, pair in enumerate(caches):
         for cache in pair:
-            check_tensor(f"cache of layer {layer}", cache, (batch if block_table is None else None, None, None, None))
+            if cache.shape != checked:
+                slots = batch if block_table is None else None
+                check_tensor(f"cache of layer {layer}", cache, (slots, None, None, None))
+                checked = cache.shape
+                shortest = checked[2] if shortest is None else min(shortest, checked[2])
             if cache.device != device:
                 raise ValueError(f"cache of layer {layer} is on {cache.device}, expected {device} like past_lengths")
     _check_device("past_lengths", past_lengths, verified=verified.accepted_nodes, block_table=block_table)
@@ -331,9 +336,8 @@ def commit(
         serve(flat, past_lengths, *accepted)
         return
     needed = int((past_lengths + verified.accepted_nodes.amax(1)).max()) + 1 if batch else 0
-    for cache in flat:
-        if cache.shape[2] < needed:
-            raise ValueError(f"a cache of {cache.shape[2]} rows does not hold the accepted path (needed: {needed})")
+    if shortest is not None and shortest < needed:
+        raise ValueError(f"a cache of {shortest} rows does not hold the accepted path (needed: {needed})")
     reference.commit(caches, past_lengths, verified)
 
 

@@ -452,7 +452,8 @@ def verify_tree(
             if child < 0:
                 break
             node = child
-        if status[slot] == 0:
+        if path:
+            status[slot] = 0  # the round ends before a row that fails: the next one begins there
             accepted_nodes[slot, : len(path)] = path
             accepted_count[slot] = len(path) - 1
             output_ids[slot, : len(path)] = tokens

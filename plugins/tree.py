@@ -60,8 +60,9 @@ class SamplingTensors:
 class Verified:
     """What one round accepted. A slot with a status other than 0 accepted and emitted nothing.
 
-    ``status``: 0, or 1 (a visited row held NaN, +inf or no finite logit: it is no distribution), or 2 (no token left
-    after the request's rules, token_bitmask and filters).
+    ``status``: 0, or 1 (the root's row held NaN, +inf or no finite logit: it is no distribution), or 2 (no token left
+    after the request's rules, token_bitmask and filters). A round ends before another node whose row is so: the token
+    of that node is then the bonus token, and the next round fails at it as plain decoding does.
     """
 
     accepted_nodes: Tensor  # [batch, D+1] int32, root first, then -1

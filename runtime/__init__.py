@@ -4,22 +4,36 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddtree.runtime.errors import EngineError, RequestError
+    from ddtree.runtime.errors import EngineError, QueueFullError, RequestError
     from ddtree.runtime.llm import LLM
-    from ddtree.runtime.request import CompletionOutput, RequestOutput, Statistics
-    from ddtree.runtime.sampling_params import SamplingParams
+    from ddtree.runtime.results import CompletionOutput, GenerationResult, RequestOutput, Statistics
+    from ddtree.runtime.sampling_params import GuidedDecodingParams, SamplingParams
 
 _HOMES = {
     "LLM": "llm",
     "SamplingParams": "sampling_params",
-    "RequestOutput": "request",
-    "CompletionOutput": "request",
-    "Statistics": "request",
+    "GuidedDecodingParams": "sampling_params",
+    "RequestOutput": "results",
+    "CompletionOutput": "results",
+    "GenerationResult": "results",
+    "Statistics": "results",
     "RequestError": "errors",
+    "QueueFullError": "errors",
     "EngineError": "errors",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineError", "RequestError", "RequestOutput", "SamplingParams", "Statistics"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineError",
+    "GenerationResult",
+    "GuidedDecodingParams",
+    "QueueFullError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "Statistics",
+]
 
 
 def __getattr__(name: str) -> object:

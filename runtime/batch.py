@@ -1,8 +1,11 @@
 """The sequences that are being decoded together: one row of every tensor per slot, active slots first."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ddtree.plugins.tree import SamplingTensors, Verified
+from ddtree.runtime.engine import Engine
 from ddtree.runtime.request import Request
 
 _INT32_MAX = 2**31 - 1  # no vocabulary is larger, so a larger top_k filters nothing either
@@ -13,19 +16,27 @@ class Batch:
 
     ``past`` counts the tokens whose KV the target holds, and is the root's position. The drafter lags behind: it gets
     the last ``feature_counts`` tokens' context features at its next pass.
+
+    Tensors are allocated once, on the engine's device, and changed in place: what an engine recorded holds their
+    addresses.
     """
 
-    def __init__(self, max_batch_size: int, feature_rows: int, feature_width: int, dtype: torch.dtype):
+    def __init__(self, engine: Engine, max_batch_size: int):
+        manifest, device = engine.manifest, engine.device
+        feature_rows = manifest.draft.max_depth + 1 if manifest.draft else 0
+        features = (max_batch_size, feature_rows, manifest.feature_width)
         self.requests: list[Request] = []
-        self._root_token_ids = torch.zeros(max_batch_size, dtype=torch.int32)
-        self._past = torch.zeros(max_batch_size, dtype=torch.int64)
-        self._features = torch.zeros(max_batch_size, feature_rows, feature_width, dtype=dtype)
-        self._feature_counts = torch.zeros(max_batch_size, dtype=torch.int64)
-        self._temperature = torch.zeros(max_batch_size, dtype=torch.float32)
-        self._top_k = torch.zeros(max_batch_size, dtype=torch.int32)
-        self._top_p = torch.ones(max_batch_size, dtype=torch.float32)
-        self._min_p = torch.zeros(max_batch_size, dtype=torch.float32)
-        self._seed = torch.zeros(max_batch_size, dtype=torch.int64)
+        self._root_token_ids = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self._past = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self._features = torch.zeros(features, dtype=engine.dtype, device=device)
+        self._feature_counts = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self._settings = SamplingTensors(
+            temperature=torch.zeros(max_batch_size, dtype=torch.float32, device=device),
+            top_k=torch.zeros(max_batch_size, dtype=torch.int32, device=device),
+            top_p=torch.ones(max_batch_size, dtype=torch.float32, device=device),
+            min_p=torch.zeros(max_batch_size, dtype=torch.float32, device=device),
+            seed=torch.zeros(max_batch_size, dtype=torch.int64, device=device),
+        )
         self._sampling: SamplingTensors | None = None  # of the active slots, while they stay the same
 
     def __len__(self) -> int:
@@ -50,27 +61,29 @@ class Batch:
     @property
     def sampling(self) -> SamplingTensors:
         if self._sampling is None:
-            self._sampling = self.sampling_of(slice(len(self)))
+            active = slice(len(self))
+            self._sampling = SamplingTensors(*(rows[active] for rows in vars(self._settings).values()))
         return self._sampling
 
-    def sampling_of(self, slots: slice) -> SamplingTensors:
-        return SamplingTensors(
-            self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots], self._seed[slots]
-        )
+    def add(self, request: Request, root_token_id: int, past: int, features: torch.Tensor) -> int:
+        """Take a sequence into the next free slot and return the slot.
 
-    def add(self, request: Request) -> int:
-        """Take a request into the next free slot and return the slot."""
-        slot = len(self)
-        self._sampling = None
+        Args:
+            root_token_id: its last token, which the target has not processed yet.
+            past: the number of tokens before it.
+            features: [count, layers*hidden], context features of the last of them, which the drafter has not had.
+        """
+        slot, count = len(self), len(features)
+        self._root_token_ids[slot] = root_token_id
+        self._past[slot] = past
+        self._features[slot] = 0  # the rows behind are padding, and what another request left may be NaN
+        self._features[slot, :count] = features
+        self._feature_counts[slot] = count
+        of_request = vars(sampling_tensors([request], self._past.device))
+        for name, rows in vars(self._settings).items():
+            rows[slot] = of_request[name][0]
         self.requests.append(request)
-        params = request.params
-        self._past[slot] = 0
-        self._feature_counts[slot] = 0
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = min(params.top_k, _INT32_MAX)
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._seed[slot] = request.seed - (1 << 64) if request.seed >> 63 else request.seed  # uint64 bits in an int64
+        self._sampling = None
         return slot
 
     @property
@@ -93,19 +106,32 @@ class Batch:
     def remove(self, slot: int) -> int:
         """Drop the request in ``slot``, move the last one there, and return the slot it came from."""
         last = len(self) - 1
-        self._sampling = None
-        for rows in (
-            self._root_token_ids,
-            self._past,
-            self._features,
-            self._feature_counts,
-            self._temperature,
-            self._top_k,
-            self._top_p,
-            self._min_p,
-            self._seed,
-        ):
+        state = (self._root_token_ids, self._past, self._features, self._feature_counts)
+        for rows in (*state, *vars(self._settings).values()):
             rows[slot] = rows[last]
         self.requests[slot] = self.requests[last]
         self.requests.pop()
+        self._sampling = None
         return last
+
+    def clear(self) -> None:
+        """Drop all requests."""
+        self.requests.clear()
+        self._sampling = None
+
+
+def sampling_tensors(requests: Sequence[Request], device: torch.device) -> SamplingTensors:
+    """The settings of these sequences' draws, one a row, on ``device``."""
+    params = [request.params for request in requests]
+
+    def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:  # [len(requests)]
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return SamplingTensors(
+        temperature=tensor([p.temperature for p in params], torch.float32),
+        top_k=tensor([min(p.top_k, _INT32_MAX) for p in params], torch.int32),
+        top_p=tensor([p.top_p for p in params], torch.float32),
+        min_p=tensor([p.min_p for p in params], torch.float32),
+        # A seed is a uint64; int64 holds its bits.
+        seed=tensor([r.seed - (1 << 64) if r.seed >> 63 else r.seed for r in requests], torch.int64),
+    )

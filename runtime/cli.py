@@ -256,6 +256,49 @@ def build(
 
 
 @app.command()
+@click.option("--output", type=_PATH, required=True, help="Where to write: checkpoints, or with --engines an engine.")
+@_target
+@_draft
+@click.option("--dtype", help="float16 or bfloat16. Absent: the checkpoint's.")
+@click.option("--budget", type=int, default=255, help="The most draft nodes of a tree, root excluded.")
+@click.option("--engines", type=_PATH, help="Checkpoints that trtllm-build has made engines of: collect these.")
+@click.option("--force", is_flag=True, help="With --engines, replace an engine that is there.")
+def convert(
+    output: Path,
+    target: Path | None,
+    draft: Path | None,
+    dtype: str | None,
+    budget: int,
+    engines: Path | None,
+    force: bool,
+) -> None:
+    """Write TensorRT-LLM checkpoints for trtllm-build, and print its commands; then, with --engines, collect what it
+    has made into an engine directory."""
+    if (target is None) == (engines is None):
+        raise click.UsageError("--target makes checkpoints and --engines collects engines (give one of the two)")
+    from ddtree.builder.trtllm_checkpoint import build_commands, convert_checkpoints
+    from ddtree.builder.trtllm_engine import collect_engines
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is half written is removed
+    if engines is not None:
+        if draft is not None or dtype is not None:
+            raise click.UsageError("--engines has its models and its dtype inside (leave --draft and --dtype out)")
+        collect_engines(engines, output, force=force)
+    else:
+        assert target is not None
+        with Progress(*_BUILD_COLUMNS, console=messages, transient=True, disable=not messages.is_terminal) as bar:
+            task = bar.add_task(f"converting {target}", total=None)
+
+            def progress(doing: str, done: int, total: int) -> None:
+                bar.update(task, description=doing, completed=done, total=total)
+
+            convert_checkpoints(target, draft, output, dtype=dtype, max_tree_nodes=budget, progress=progress)
+        for command in build_commands(output):
+            _write(f"{command}\n")
+    _say(f"wrote {output}")
+
+
+@app.command()
 @click.argument("engine", type=_PATH, required=False)
 def inspect(engine: Path | None) -> None:
     """Show what an engine directory holds. No ENGINE: the demo pair's."""
@@ -265,6 +308,25 @@ def inspect(engine: Path | None) -> None:
 
     directory = engine or cached_engine(*demo_pair())
     Console(highlight=False, markup=False).print(manifest_table(directory, Manifest.verify(directory)))
+
+
+@app.command()
+@click.option("--output", type=_PATH, required=True, help="Where to write the model repository.")
+@click.option("--engine", type=_PATH, help="Engine directory. Absent: the demo pair's.")
+@click.option("--method", help="ddtree (a draft tree), chain (the drafter's chain) or ar (plain decoding).")
+@click.option("--budget", type=int, help="The most draft nodes of a tree, root excluded.  [default: 16]")
+@click.option("--adaptive/--whole-trees", default=None, help="Cut trees, or leave drafts out, where it saves time.")
+@click.option("--threads", type=int, help="Threads of a pass. Absent: the engine's choice.")
+@click.option("--max-batch-size", type=int, help="The most sequences at once. Absent: the engine's.")
+@click.option("--max-queue-size", type=int, help="The most sequences that wait.  [default: 1024]")
+@click.option("--force", is_flag=True, help="Replace a repository that is there.")
+def triton(output: Path, engine: Path | None, force: bool, **settings: object) -> None:
+    """Write a model repository from which Triton Inference Server serves an engine."""
+    from ddtree.runtime.engine_cache import cached_engine, demo_pair
+    from ddtree.runtime.triton_repository import write_repository
+
+    write_repository(engine or cached_engine(*demo_pair()), output, settings, force=force)
+    _say(f"wrote {output} (tritonserver --model-repository={output})")
 
 
 def main() -> None:

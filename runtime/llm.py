@@ -1,38 +1,35 @@
 """The Python API: text out of an engine directory or a pair of checkpoints."""
 
-import threading
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
 from numbers import Integral
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
-import torch
+from rich.console import Console
+from rich.progress import track
 from tokenizers import Tokenizer
 
 from ddtree.builder import is_engine
 from ddtree.builder.build import MAX_TREE_NODES, TOKENIZER
 from ddtree.plugins.tree import DraftTree, Verified
-from ddtree.runtime.batch import Batch
-from ddtree.runtime.detokenizer import Detokenizer
+from ddtree.runtime.chat import ChatTemplate, Message
 from ddtree.runtime.engine import open_engine
 from ddtree.runtime.engine_cache import cached_engine, demo_pair
 from ddtree.runtime.errors import EngineError, RequestError
-from ddtree.runtime.pacing import CostAwarePacing, RoundSeconds, measure_rounds
-from ddtree.runtime.request import CompletionOutput, Request, RequestOutput
-from ddtree.runtime.round import METHODS, Method, decode_round, prefill
+from ddtree.runtime.request import Request
+from ddtree.runtime.results import GenerationResult, OutputStream, RequestOutput
+from ddtree.runtime.round import METHODS, Method
 from ddtree.runtime.sampling_params import SamplingParams
+from ddtree.runtime.scheduler import Drafting, Scheduler
+from ddtree.runtime.vocabulary import Vocabulary
+from ddtree.runtime.worker import Worker
 
 Prompt = str | list[int]
 DEFAULT_BUDGET = 16  # on a CPU small trees pay and large ones do not: docs/benchmarks.md
-
-_STATUS = {
-    1: "the target's logits hold NaN or no finite value in the round from position {position} on "
-    "(check the checkpoint's weights)",
-    2: "no token is left after mask and filters in the round from position {position} on (loosen them)",
-}
 
 
 class LLM:
@@ -45,19 +42,25 @@ class LLM:
         method: "ddtree" (the tree), "chain" (the same drafter's chain, as DFlash), or "ar" (plain decoding). All three
             write the same text.
         budget: the most draft nodes of a tree, root excluded.
-        adaptive: verify fewer nodes, and do without a draft, where more would cost time; the first call of the method
-            "ddtree" then times some rounds (0.1 s with a small model). Else every round has a tree of ``budget`` nodes.
+        adaptive: verify fewer nodes, and do without a draft, where more would cost time; the first request of the
+            method "ddtree" then times some rounds (0.1 s with a small model). Else every round has a tree of ``budget``
+            nodes.
         threads: threads of a pass; None leaves it to the engine.
+        max_batch_size: the most sequences that run together; None: as many as the engine was built for.
+        max_queue_size: the most sequences that wait behind them.
 
-    An LLM serves one call at a time: a second one, from another thread or while a stream is open, is refused.
+    Any number of threads may use it at once: their requests share batches, and each text is the one that its request
+    gives alone. A thread of its own does the work, from the first request on. ``shutdown``, or leaving a ``with``
+    block, ends it; so does the end of the last reference to the LLM and its results, or of the program.
 
     Attributes:
-        method, budget, adaptive: may be set between calls.
-        on_round: called after each round with its DraftTree and Verified.
+        method, budget, adaptive: may be set between requests; a request keeps what was set when it was submitted.
+            Requests of one setting share batches, those of another wait for the batch to end.
+        on_round: called after each round with its DraftTree and Verified, in the thread that does the work.
 
     Raises:
         BuildError, EngineError: the checkpoint or engine cannot be used.
-        RequestError: method or budget do not fit the engine.
+        RequestError: a setting does not fit the engine.
     """
 
     def __init__(
@@ -69,36 +72,72 @@ class LLM:
         budget: int | None = None,
         adaptive: bool = True,
         threads: int | None = None,
+        max_batch_size: int | None = None,
+        max_queue_size: int = 1024,
     ):
-        directory = _engine_directory(model, speculative_model)
+        if threads is not None and not _is_whole(threads):
+            raise RequestError(f"threads {_shown(threads)} is not a whole number (use 1 or more)")
+        _check_count("max_queue_size", max_queue_size, 0)
+        self._directory = directory = _engine_directory(model, speculative_model)
         self.engine = open_engine(directory, threads)
         self.manifest = self.engine.manifest
         self.tokenizer = _tokenizer(directory / TOKENIZER)
+        target = self.manifest.target
+        self._vocabulary = Vocabulary(self.tokenizer, target.vocab_size, target.eos_token_ids)
         self.method: Method = method or ("ddtree" if self.manifest.draft else "ar")
         self.budget = min(DEFAULT_BUDGET, self.manifest.limits.max_tree_nodes) if budget is None else budget
         self.adaptive = adaptive
-        self._check_method()
-        self.on_round: Callable[[DraftTree, Verified], None] | None = None
-        self._next_request_id = 0
-        self._serving = threading.Lock()
-        self._round_seconds: dict[int, RoundSeconds] = {}  # by budget
+        self._check_drafting()
+        slots = self._checked_slots(max_batch_size)
+        self._scheduler = Scheduler(self.engine, slots)
+        self._worker = Worker(self._scheduler, slots, max_queue_size)
+        self._finalizer = weakref.finalize(self, self._worker.shutdown)
+        self._chat_template: ChatTemplate | None = None
+        self._request_ids = itertools.count()
+
+    @property
+    def on_round(self) -> Callable[[DraftTree, Verified], None] | None:
+        return self._scheduler.on_round
+
+    @on_round.setter
+    def on_round(self, call: Callable[[DraftTree, Verified], None] | None) -> None:
+        self._scheduler.on_round = call
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """End the thread that serves requests; later ones are refused.
+
+        Args:
+            drain: finish the requests that there are. Else they are cancelled.
+        """
+        self._worker.shutdown(drain=drain)
 
     @overload
-    def generate(self, prompts: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput: ...
+    def generate(
+        self, prompts: Prompt, sampling_params: SamplingParams | None = None, use_tqdm: bool = False
+    ) -> RequestOutput: ...
 
     @overload
     def generate(
         self,
         prompts: list[str] | list[list[int]] | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]: ...
 
-    def generate(self, prompts, sampling_params=None):
-        """Complete one prompt or many; many share batches, and each text is the one that the prompt gives alone.
+    def generate(self, prompts, sampling_params=None, use_tqdm=False):
+        """Complete one prompt or many, and wait for them. More prompts than the queue holds are no error: they follow
+        as it empties.
 
         Args:
             prompts: texts, or lists of token ids.
             sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar on standard error.
 
         Returns:
             One RequestOutput for one prompt, a list in the order given for a list of prompts. A request that fails
@@ -111,34 +150,99 @@ class LLM:
         given = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params] * len(prompts)
         if len(given) != len(prompts):
             raise RequestError(f"{len(given)} sampling_params for {len(prompts)} prompts (give one, or one for each)")
-        requests = [self._request(prompt, params) for prompt, params in zip(prompts, given, strict=True)]
-        for _ in self._serve(requests):
-            pass
-        outputs = [self._output(request, self._text(request)) for request in requests]
+        drafting = self._current_drafting()
+        results = [
+            self._result(*self._encoded(prompt), params, streaming=False)
+            for prompt, params in zip(prompts, given, strict=True)
+        ]
+        outputs = self._served(results, drafting, use_tqdm)
         return outputs[0] if alone else outputs
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt and yield what there is after each round; the last output is the finished one.
+    def generate_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, streaming: bool = False
+    ) -> GenerationResult:
+        """Submit one prompt and return at once.
+
+        Args:
+            prompt: a text, or a list of token ids.
+            sampling_params: its settings.
+            streaming: whether the result has an output after each round, or the finished one alone.
 
         Raises:
             RequestError: the prompt or a setting is refused.
+            QueueFullError: as many requests wait as may; try again later.
         """
         (prompt,), _ = _prompts([prompt])
-        return self._stream(self._request(prompt, sampling_params))
+        drafting = self._current_drafting()
+        result = self._result(*self._encoded(prompt), sampling_params, streaming=streaming)
+        self._worker.submit(result, drafting, wait=False)
+        return result
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        detokenizer = Detokenizer(self.tokenizer)
-        for _ in self._serve([request]):
-            detokenizer.extend(request.output_ids[len(detokenizer.token_ids) :])
-            if request.finished:
-                detokenizer.finish()
-            yield self._output(request, detokenizer.text)
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> OutputStream:
+        """Complete one prompt and yield what there is after each round; the last output is the finished one. Closing
+        the iterator ends the request.
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        Raises:
+            RequestError: the prompt or a setting is refused.
+            QueueFullError: as many requests wait as may; try again later.
+        """
+        return OutputStream(self.generate_async(prompt, sampling_params, streaming=True))
+
+    def chat(self, messages: list[Message], sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Write the next message of a conversation, and wait for it.
+
+        Args:
+            messages: dicts of ``role`` and ``content``, which the tokenizer's chat template makes a prompt of.
+            sampling_params: its settings.
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or a message or a setting is refused.
+        """
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(self._directory)
+        text = self._chat_template.prompt(messages)
+        drafting = self._current_drafting()
+        # The template spells special tokens out; the tokenizer would add some of them once more.
+        ids = self.tokenizer.encode(_unicode(text), add_special_tokens=False).ids
+        (output,) = self._served([self._result(text, ids, sampling_params, streaming=False)], drafting)
+        return output
+
+    def _served(
+        self, results: list[GenerationResult], drafting: Drafting, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        """Submit requests, and wait for all of them."""
+        try:
+            for result in results:
+                self._worker.submit(result, drafting, wait=True)
+            awaited = track(results, "generating", console=Console(stderr=True)) if use_tqdm else results
+            return [result.result() for result in awaited]
+        except BaseException:  # an interrupt above all
+            for result in results:
+                result.abort()
+            raise
+
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it is one, and its token ids."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(_unicode(prompt)).ids
+        return None, [int(token) for token in prompt]
+
+    def _result(
+        self, text: str | None, ids: list[int], params: SamplingParams | None, *, streaming: bool
+    ) -> GenerationResult:
+        """A request that has been checked, and not submitted yet."""
         limits, target = self.manifest.limits, self.manifest.target
-        params = replace(params or SamplingParams())  # the caller may change theirs while this one runs
+        if not isinstance(params, SamplingParams | None):
+            kind = type(params).__name__
+            raise RequestError(f"sampling_params is a {kind} (give a SamplingParams, or a list of one for each prompt)")
+        params = params or SamplingParams()
         params.check(target.vocab_size)
-        ids = self._encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        params = deepcopy(params)  # the caller may change theirs while this one runs
+        if params.n > self._worker.capacity:
+            raise RequestError(
+                f"n {params.n} is more than batch and queue hold together "
+                f"(use at most {self._worker.capacity}, or open the LLM with a larger max_queue_size)"
+            )
         if not ids:
             raise RequestError("the prompt is empty (give at least one token)")
         for token in ids:
@@ -149,103 +253,48 @@ class LLM:
                 f"prompt of {len(ids)} tokens and max_tokens {params.max_tokens} exceed the engine's max_seq_len "
                 f"{limits.max_seq_len} ({_length_remedy(len(ids), limits.max_seq_len)})"
             )
-        end_ids = [params.end_id] if params.end_id is not None else target.eos_token_ids
-        self._next_request_id += 1
-        return Request(
-            self._next_request_id - 1,
-            prompt if isinstance(prompt, str) else None,
-            ids,
-            params,
-            params.resolved_seed(),
-            frozenset() if params.ignore_eos else frozenset(end_ids),
-            frozenset(params.stop_token_ids or []),
+        request_id, arrival, seed = next(self._request_ids), time.monotonic(), params.resolved_seed()
+        sequences = [
+            Request(
+                request_id=request_id,
+                index=index,
+                prompt=text,
+                prompt_token_ids=ids,
+                params=params,
+                seed=seed,
+                vocabulary=self._vocabulary,
+            )
+            for index in range(params.n)
+        ]
+        for sequence in sequences:
+            sequence.statistics.arrival_time = arrival
+        return GenerationResult(
+            sequences, streaming=streaming, abort=self._abort, check_may_wait=self._worker.check_may_wait
         )
 
-    def _encode(self, prompt: str) -> list[int]:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not Unicode at character {error.start} (use UTF-8 text)") from None
-        return self.tokenizer.encode(prompt).ids
+    def _abort(self, result: GenerationResult) -> None:
+        # A method of this object, so that whoever holds a result keeps the LLM from being collected and shut down.
+        self._worker.abort(result)
 
-    def _serve(self, requests: list[Request]) -> Iterator[None]:
-        """Run the requests to their ends, in batches that waiting requests join as others leave."""
-        self._check_method()
-        method, budget = self.method, self.budget
-        if not self._serving.acquire(blocking=False):
-            raise RequestError("this LLM is serving another call (finish or close that stream, or open a second LLM)")
-        try:
-            waiting = deque(requests)
-            slots = min(len(requests), self.manifest.limits.max_batch_size)
-            pacing = self._pacing(slots) if self.adaptive and method == "ddtree" and budget > 0 else None
-            self.engine.reset(slots)
-            draft = self.manifest.draft
-            rows = draft.max_depth + 1 if draft else 0
-            batch = Batch(slots, rows, self.manifest.feature_width, self.engine.dtype)
-            while waiting or len(batch):
-                with torch.inference_mode():
-                    if waiting and len(batch) < slots:
-                        self._admit(batch, waiting.popleft(), method)
-                        if pacing is not None:
-                            pacing.add(len(batch) - 1)
-                    else:
-                        self._decode(batch, method, budget, pacing)
-                    for slot in reversed(range(len(batch))):
-                        request = batch.requests[slot]
-                        if request.finished:
-                            last = batch.remove(slot)
-                            self.engine.release(slot, last, zero=request.error is not None)
-                            if pacing is not None:
-                                pacing.remove(slot, last)
-                yield
-        finally:
-            self._serving.release()
+    def _checked_slots(self, max_batch_size: int | None) -> int:
+        limit = self.manifest.limits.max_batch_size
+        if max_batch_size is None:
+            return limit
+        _check_count("max_batch_size", max_batch_size, 1)
+        if max_batch_size > limit:
+            raise RequestError(
+                f"max_batch_size {max_batch_size} exceeds the engine's {limit} "
+                f"(rebuild with --max-batch-size {max_batch_size})"
+            )
+        return max_batch_size
 
-    def _admit(self, batch: Batch, request: Request, method: Method) -> None:
-        start = time.perf_counter()
-        verified = prefill(self.engine, batch, batch.add(request), method)
-        _emit(request, verified, 0, len(request.prompt_token_ids))
-        request.statistics.prefill_seconds = time.perf_counter() - start
+    def _current_drafting(self) -> Drafting:
+        self._check_drafting()
+        return Drafting(self.method, self.budget, self.adaptive)
 
-    def _pacing(self, slots: int) -> CostAwarePacing:
-        draft = self.manifest.draft
-        assert draft is not None
-        if self.budget not in self._round_seconds:
-            self._round_seconds[self.budget] = measure_rounds(self.engine, self.budget)
-        return CostAwarePacing(self._round_seconds[self.budget], slots, draft.max_depth)
-
-    def _decode(self, batch: Batch, method: Method, budget: int, pacing: CostAwarePacing | None) -> None:
-        start = time.perf_counter()
-        positions = (batch.past + 1).tolist()
-        tree, verified = decode_round(self.engine, batch, method, budget, pacing)
-        if pacing is not None:
-            pacing.learn(verified, tree.token_ids.shape[1] - 1)
-        for slot, request in enumerate(batch.requests):
-            request.statistics.rounds += 1
-            request.statistics.accepted_tokens += int(verified.accepted_count[slot])
-            _emit(request, verified, slot, positions[slot])
-            request.statistics.decode_seconds += time.perf_counter() - start
-        if self.on_round is not None:
-            self.on_round(tree, verified)
-
-    def _text(self, request: Request) -> str:
-        return self.tokenizer.decode(request.output_ids, skip_special_tokens=True)
-
-    def _output(self, request: Request, text: str) -> RequestOutput:
-        completion = CompletionOutput(
-            0, text, list(request.output_ids), request.finish_reason, request.stop_reason, request.seed
-        )
-        return RequestOutput(
-            request.request_id,
-            request.prompt,
-            request.prompt_token_ids,
-            [completion],
-            request.finished,
-            replace(request.statistics),
-            request.error,
-        )
-
-    def _check_method(self) -> None:
+    def _check_drafting(self) -> None:
+        if not isinstance(self.adaptive, bool):
+            raise RequestError(f"adaptive {_shown(self.adaptive)} is neither True nor False")
         draft, limit = self.manifest.draft, self.manifest.limits.max_tree_nodes
         if self.method not in METHODS:
             raise RequestError(f"method {self.method!r} is not known (use one of {', '.join(METHODS)})")
@@ -253,9 +302,14 @@ class LLM:
             return
         if draft is None:
             raise RequestError(f"method {self.method!r} needs a drafter and the engine has none (build it with one)")
+        if self.method not in self.engine.methods:
+            raise RequestError(
+                f"method {self.method!r} does not go with this {self.manifest.engine} engine, which makes trees inside "
+                "(use ddtree or ar, or rebuild with --verify kernel)"
+            )
         nodes = self.budget if self.method == "ddtree" else draft.max_depth
-        if isinstance(nodes, bool) or not isinstance(nodes, Integral):
-            raise RequestError(f"budget {nodes!r} is not a whole number (use 0 to {limit})")
+        if not _is_whole(nodes):
+            raise RequestError(f"budget {_shown(nodes)} is not a whole number (use 0 to {limit})")
         if nodes < 0:
             raise RequestError(f"budget {nodes} is negative (use 0 to {limit})")
         if nodes > limit:
@@ -271,9 +325,7 @@ def _prompts(prompts: Any) -> tuple[list[Any], bool]:
         return value.tolist() if hasattr(value, "tolist") else value
 
     def is_token_ids(value: Any) -> bool:
-        return isinstance(value, list | tuple) and all(
-            isinstance(token, Integral) and not isinstance(token, bool) for token in value
-        )
+        return isinstance(value, list | tuple) and all(map(_is_whole, value))
 
     prompts = plain(prompts)
     alone = isinstance(prompts, str) or (is_token_ids(prompts) and len(prompts) > 0)
@@ -286,7 +338,7 @@ def _prompts(prompts: Any) -> tuple[list[Any], bool]:
     prompts = [plain(prompt) for prompt in prompts]
     for prompt in prompts:
         if not isinstance(prompt, str) and not is_token_ids(prompt):
-            raise RequestError(f"prompt {str(prompt)[:40]!r} is neither a text nor a list of token ids (give one)")
+            raise RequestError(f"prompt {_shown(prompt)} is neither a text nor a list of token ids (give one)")
     return prompts, alone
 
 
@@ -302,17 +354,38 @@ def _tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _emit(request: Request, verified: Verified, slot: int, position: int) -> None:
-    """Hand a sequence's new tokens to its request; ``position`` is that of the first one."""
-    accepted = int(verified.accepted_count[slot])
-    status = int(verified.status[slot])
-    if status:
-        request.fail(_STATUS[status].format(position=position))
-        return
-    request.extend(verified.output_ids[slot, : accepted + 1].tolist())
+def _unicode(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not Unicode at character {error.start} (use UTF-8 text)") from None
+    return prompt
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a number that a token id or a count may be; one that no int64 holds is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and -(1 << 63) <= int(value) < 1 << 63
+
+
+def _shown(value: object) -> str:
+    """The value in an error message."""
+    try:
+        return repr(value)[:40]
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return f"{type(value).__name__} too long to show"
+
+
+def _check_count(name: str, value: object, lowest: int) -> None:
+    if not _is_whole(value):
+        raise RequestError(f"{name} {_shown(value)} is not a whole number (use {lowest} or more)")
+    if value < lowest:
+        raise RequestError(f"{name} {value} is out of range (use {lowest} or more)")
 
 
 def _engine_directory(model: str | Path | None, speculative_model: str | Path | None) -> Path:
+    for name, path in (("model", model), ("speculative_model", speculative_model)):
+        if path is not None and (not isinstance(path, str | Path) or not str(path)):
+            raise RequestError(f"{name} {_shown(path)} is no path (give a directory's)")
     if model is None:
         if speculative_model is not None:
             raise RequestError(f"speculative_model {speculative_model} without a model (give the target as well)")

@@ -6,6 +6,7 @@ place. Caches grow as texts do, so a short request never pays for a long one.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,10 @@ import torch
 from ddtree.builder import Manifest
 from ddtree.builder.build import DRAFT_GRAPH, TARGET_GRAPH
 from ddtree.builder.manifest import DraftInfo, TargetInfo
-from ddtree.runtime.engine import KVCaches
+from ddtree.plugins import ops
+from ddtree.plugins.row_rules import RowRules
+from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified
+from ddtree.runtime.engine import DraftInputs, KVCaches, Result, TargetInputs
 from ddtree.runtime.errors import EngineError, RequestError
 
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64}
@@ -48,24 +52,42 @@ class _Model:
         shape = (0, model.num_key_value_heads, 0, model.head_dim)
         self.caches = [_zeros(*shape) for _ in range(2 * model.num_hidden_layers)]  # key, value of layer 0, ...
         self.bound_slots: tuple[int, int] | None = None  # (first, batch) that the caches are bound for
+        self._views: KVCaches | None = None
         self.buffers: dict[str, torch.Tensor] = {}  # what the other inputs and outputs are bound to
 
     @property
     def cache_length(self) -> int:
         return self.caches[0].shape[2]
 
+    def views(self, slots: int) -> KVCaches:
+        """(key, value) of each layer, slots [0, slots)."""
+        if self._views is None or len(self._views[0][0]) != slots:
+            views = [cache[:slots] for cache in self.caches]
+            self._views = list(zip(views[::2], views[1::2], strict=True))
+        return self._views
+
     def reset(self, slots: int) -> None:
         self.caches = [_zeros(slots, cache.shape[1], _SHORTEST_CACHE, cache.shape[3]) for cache in self.caches]
-        self.bound_slots = None
+        self._forget_addresses()
 
-    def reserve(self, length: int) -> None:
-        if length <= self.cache_length:
+    def reserve(self, slots: int, length: int) -> None:
+        have = self.caches[0].shape
+        if slots <= have[0] and length <= have[2]:
             return
-        length = _grown(length)
+        slots, length = max(slots, have[0]), max(_grown(length), have[2])
         for i, old in enumerate(self.caches):
-            self.caches[i] = _zeros(old.shape[0], old.shape[1], length, old.shape[3])
-            self.caches[i][:, :, : old.shape[2]] = old
-        self.bound_slots = None
+            self.caches[i] = _zeros(slots, old.shape[1], length, old.shape[3])
+            self.caches[i][: old.shape[0], :, : old.shape[2]] = old
+        self._forget_addresses()
+
+    def trim(self, length: int) -> None:
+        length = _grown(length)
+        if 2 * length <= self.cache_length:
+            self.caches = [cache[:, :, :length].clone() for cache in self.caches]
+            self._forget_addresses()
+
+    def _forget_addresses(self) -> None:
+        self.bound_slots = self._views = None
 
     def release(self, slot: int, last: int, *, zero: bool) -> None:
         for cache in self.caches:
@@ -116,6 +138,8 @@ class OnnxRuntimeEngine:
     """See ``ddtree.runtime.engine.Engine``."""
 
     dtype = torch.float32
+    device = torch.device("cpu")
+    asynchronous = False
 
     def __init__(self, directory: Path, threads: int | None = None):
         cores = os.cpu_count() or 1
@@ -131,21 +155,36 @@ class OnnxRuntimeEngine:
         self._draft = None
         if draft is not None:
             self._draft = _Model(directory / DRAFT_GRAPH, draft, 1 if small_draft else threads, spin=False)
-        self.draft_to_target = None
+        self._draft_to_target = None
         if draft is not None and draft.draft_to_target is not None:
-            self.draft_to_target = torch.from_numpy(np.load(directory / draft.draft_to_target))
+            self._draft_to_target = torch.from_numpy(np.load(directory / draft.draft_to_target))
+        self.methods: tuple[str, ...] = ("ar",) if draft is None else ("ddtree", "chain", "ar")
+        self.ahead: dict[tuple, DraftTree] = {}  # always empty: a pass is over when the call returns
+
+    def stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reset(self, slots: int) -> None:
         for model in (self._target, self._draft):
             if model is not None:
                 model.reset(slots)
 
+    def reserve_slots(self, slots: int) -> None:
+        for model in (self._target, self._draft):
+            if model is not None:
+                model.reserve(slots, 0)
+
     def reserve_target(self, length: int) -> None:
-        self._target.reserve(length)
+        self._target.reserve(0, length)
 
     def reserve_draft(self, length: int) -> None:
         assert self._draft is not None
-        self._draft.reserve(length)
+        self._draft.reserve(0, length)
+
+    def trim(self, target_length: int, draft_length: int) -> None:
+        self._target.trim(target_length)
+        if self._draft is not None:
+            self._draft.trim(draft_length)
 
     def release(self, slot: int, last: int, *, zero: bool) -> None:
         for model in (self._target, self._draft):
@@ -153,8 +192,7 @@ class OnnxRuntimeEngine:
                 model.release(slot, last, zero=zero)
 
     def target_caches(self, slots: int) -> KVCaches:
-        views = [cache[:slots] for cache in self._target.caches]
-        return list(zip(views[::2], views[1::2], strict=True))
+        return self._target.views(slots)
 
     @property
     def target_cache_length(self) -> int:
@@ -164,53 +202,68 @@ class OnnxRuntimeEngine:
     def draft_cache_length(self) -> int:
         return self._draft.cache_length if self._draft is not None else 0
 
-    def draft(
+    def prompt(self, slot: int, inputs: TargetInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        last = torch.tensor([[inputs.input_ids.shape[1] - 1]])
+        return self._run_target(slot, inputs, last)
+
+    def feed(self, slot: int, inputs: DraftInputs) -> None:
+        self._run_draft(slot, inputs)
+
+    def draft(self, inputs: DraftInputs, root_token_ids: torch.Tensor, budget: int, mode: str) -> DraftTree:
+        logits = self._run_draft(0, inputs)
+        return ops.build_tree(logits, root_token_ids, budget=budget, mode=mode, draft_to_target=self._draft_to_target)
+
+    def verify(
         self,
-        first: int,
-        features: torch.Tensor,
-        context_position_ids: torch.Tensor,
-        block_ids: torch.Tensor,
-        block_position_ids: torch.Tensor,
-        attention_masks: Sequence[torch.Tensor],
-        write_index: torch.Tensor,
-    ) -> torch.Tensor:
+        inputs: TargetInputs,
+        tree: DraftTree,
+        sampling: SamplingTensors,
+        row_rules: Sequence[RowRules | None] | None,
+    ) -> tuple[Verified, torch.Tensor]:
+        batch, nodes = inputs.input_ids.shape
+        logits, features = self._run_target(0, inputs, torch.arange(nodes).expand(batch, -1))
+        return ops.verify_tree(logits, tree, inputs.write_index, sampling, row_rules=row_rules), features
+
+    def run(self, stage: Callable[..., Result], *arguments: object) -> Result:
+        return stage(*arguments)
+
+    def fetch(self, verified: Verified) -> Callable[[], Verified]:
+        return lambda: verified
+
+    def _run_draft(self, first: int, inputs: DraftInputs) -> torch.Tensor:
+        """draft_logits, [batch, D, draft vocabulary]."""
         draft = self.manifest.draft
         assert draft is not None
         assert self._draft is not None
         self._draft.run(
             first,
             {
-                "context_features": features,
-                "context_position_ids": context_position_ids,
-                "block_ids": block_ids,
-                "block_position_ids": block_position_ids,
-                **dict(zip(_MASKS, attention_masks, strict=False)),
-                "write_index": write_index,
+                "context_features": inputs.features,
+                "context_position_ids": inputs.context_position_ids,
+                "block_ids": inputs.block_ids,
+                "block_position_ids": inputs.block_position_ids,
+                **dict(zip(_MASKS, inputs.attention_masks, strict=False)),
+                "write_index": inputs.write_index,
             },
-            {"draft_logits": (features.shape[0], draft.max_depth, draft.vocab_size)},
+            {"draft_logits": (inputs.features.shape[0], draft.max_depth, draft.vocab_size)},
         )
         return self._draft.buffers["draft_logits"]
 
-    def target(
-        self,
-        first: int,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_masks: Sequence[torch.Tensor],
-        write_index: torch.Tensor,
-        logit_rows: torch.Tensor,
+    def _run_target(
+        self, first: int, inputs: TargetInputs, logit_rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (batch, seq), rows = input_ids.shape, logit_rows.shape[1]
+        """logits [batch, rows, vocab] and context features [batch, seq, layers*hidden]."""
+        (batch, seq), rows = inputs.input_ids.shape, logit_rows.shape[1]
         outputs = {"logits": (batch, rows, self.manifest.target.vocab_size)}
         if self._draft is not None:
             outputs["context_features"] = (batch, seq, self.manifest.feature_width)
         self._target.run(
             first,
             {
-                "input_ids": input_ids,
-                "position_ids": position_ids,
-                **dict(zip(_MASKS, attention_masks, strict=False)),
-                "write_index": write_index,
+                "input_ids": inputs.input_ids,
+                "position_ids": inputs.position_ids,
+                **dict(zip(_MASKS, inputs.attention_masks, strict=False)),
+                "write_index": inputs.write_index,
                 "logit_rows": logit_rows,
             },
             outputs,

@@ -5,9 +5,13 @@ number of draft tokens to expect from it (arXiv 2604.12989, proposition 1). So w
 rounds of each size, the size that gives the most tokens a second can be picked. And where the drafts of late gave fewer
 tokens a second than rounds without one, those take their place for a while.
 
+What rounds take is measured with one sequence to begin with. In a batch it is learned from the rounds that run, for
+each number of sequences by itself: their passes, and still more their drafts, cost more than rows of one sequence do.
+
 The text is the same for every tree, so none of this touches it.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +24,12 @@ from ddtree.runtime.batch import Batch
 from ddtree.runtime.engine import Engine
 from ddtree.runtime.request import Request
 from ddtree.runtime.round import decode_round
-from ddtree.runtime.sampling_params import SamplingParams
 
 _MEMORY = 0.7  # weight of what was known against the newest draft's tokens
+_HOPE_MEMORY = 0.98  # the same for what a new request may hope for
+_FORGETTING = 1.02  # so much longer may a round take than the fastest before it and count as the fastest
+_TRIALS = 3  # rounds without a draft that tell what they take
+_ROUNDS_OF_A_TRIAL = 50  # rounds with a draft, after which there is another one
 _SIZES = (1, 8, 16, 32)  # rows that rounds are timed with
 _MEASURING_SECONDS = 0.1
 _MEASURED_PAST = 64  # tokens before a timed round
@@ -43,56 +50,137 @@ class RoundSeconds:
         return np.interp(rows, self.rows, self.seconds) + np.maximum(rows - self.rows[-1], 0) * slope
 
 
+class RoundCosts:
+    """What rounds of any number of sequences take, in seconds. Of one sequence it is what was ``measured``. Of more it
+    is learned, for each number of sequences, from the rounds that run: what a draft takes, and what a pass takes in
+    proportion to the measured pass of as many rows, with a draft before it and without."""
+
+    def __init__(self, measured: RoundSeconds):
+        self._measured = measured
+        self._draft = {1: _Fastest(measured.draft)}
+        self._drafted = {1: _Fastest(1.0)}
+        self._undrafted = {1: _Fastest(1.0)}
+        self._since_undrafted: dict[int, int] = {}  # rounds with a draft
+
+    def draft(self, batch: int) -> float:
+        """A draft and its tree."""
+        nearest = _nearest(self._draft, batch)
+        return self._draft[nearest].value * batch / nearest  # each sequence has a block of its own
+
+    def drafted(self, batch: int, nodes: np.ndarray) -> np.ndarray:
+        """The rest of a round that verifies trees of so many draft nodes."""
+        ratio = self._drafted[_nearest(self._drafted, batch)].value
+        return ratio * self._measured.undrafted(batch * (nodes + 1))
+
+    def undrafted(self, batch: int) -> float:
+        """A round without a draft."""
+        ratio = self._undrafted[_nearest(self._undrafted, batch)].value
+        return ratio * self._pass(batch)
+
+    def learn_drafted(self, batch: int, nodes: int, draft: float, rest: float) -> None:
+        """Take in what a round of several sequences took: its ``draft`` and the ``rest``."""
+        if batch > 1:
+            self._draft.setdefault(batch, _Fastest()).add(draft)
+            self._drafted.setdefault(batch, _Fastest()).add(rest / self._pass(batch * (nodes + 1)))
+            self._since_undrafted[batch] = self._since_undrafted.get(batch, 0) + 1
+
+    def learn_undrafted(self, batch: int, seconds: float) -> None:
+        """Take in what a round of several sequences without a draft took."""
+        if batch > 1:
+            self._undrafted.setdefault(batch, _Fastest()).add(seconds / self._pass(batch))
+            self._since_undrafted[batch] = 0
+
+    def needs_undrafted(self, batch: int) -> bool:
+        """Whether what ``undrafted`` says is a guess, or long ago. Such a round is a cheap trial: it emits a token of
+        each sequence, as every round does."""
+        if batch < 2:
+            return False
+        known = self._undrafted.get(batch)
+        return known is None or known.count < _TRIALS or self._since_undrafted[batch] >= _ROUNDS_OF_A_TRIAL
+
+    def _pass(self, rows: int) -> float:
+        return float(self._measured.undrafted(np.array([rows]))[0])
+
+
+class _Fastest:
+    """The shortest of some times, of which older ones count less: beside other programs some rounds take ten times as
+    long as others, and that says nothing about them."""
+
+    def __init__(self, value: float = math.inf):
+        self.value, self.count = value, 0
+
+    def add(self, value: float) -> None:
+        self.value, self.count = min(value, self.value * _FORGETTING), self.count + 1
+
+
+def _nearest(known: dict[int, _Fastest], batch: int) -> int:
+    return min(known, key=lambda size: (abs(size - batch), size))
+
+
 class CostAwarePacing:
     """Decides before each round of a batch, from what rounds take and what its drafts have given.
 
     Args:
-        cost: what rounds take.
-        slots: the most sequences of the batch.
+        costs: what rounds take; it learns from the rounds that run.
+        slots: the most sequences of a batch.
         max_depth: D, the draft depths.
     """
 
-    def __init__(self, cost: RoundSeconds, slots: int, max_depth: int):
-        self._cost = cost
+    def __init__(self, costs: RoundCosts, slots: int, max_depth: int):
+        self._costs = costs
         self._longest_pause = max_depth
-        self._hope = (max_depth + 1) / 2  # tokens that a new request's draft may give
+        self._hope = (max_depth + 1) / 2  # tokens that a new request's draft may give: what drafts gave of late
         self._tokens = np.full(slots, self._hope)  # running mean of what a drafted round gave, for each slot
+        self._batch = 0  # sequences
         self._pause = 0  # rounds without a draft after the last one
         self._left = 0  # of them, yet to come
         self._drafts = True
+        self._began = self._drafted = 0.0  # when the round began, and when its tree was there
 
     def drafts(self, *, forced: bool) -> bool:
-        """Whether the next round begins with a draft."""
-        self._drafts = forced or self._left == 0
+        """Whether the round that begins now has a draft."""
+        self._began = time.perf_counter()
+        self._drafts = forced or (self._left == 0 and not self._costs.needs_undrafted(self._batch))
         return self._drafts
 
     def nodes(self, tree: DraftTree) -> int:
         """How many draft nodes of ``tree`` to verify. Slots share a pass, so it is the same for all of them."""
+        self._drafted = time.perf_counter()
         probabilities = torch.exp(tree.node_logws).numpy()  # [batch, N]; 1 for the root, 0 for padding
         tokens = np.cumsum(probabilities.sum(0))  # that the batch is to expect, [N]
-        rows = np.arange(1, tokens.size + 1) * len(probabilities)
-        return int(np.argmax(tokens / (self._cost.draft + self._cost.undrafted(rows))))
+        batch = len(probabilities)
+        seconds = self._costs.draft(batch) + self._costs.drafted(batch, np.arange(tokens.size))
+        return int(np.argmax(tokens / seconds))
 
     def learn(self, verified: Verified, nodes: int) -> None:
-        """Take in a round's outcome; ``nodes`` is the number of draft nodes it verified."""
+        """Take in the round that ends now; ``nodes`` is the number of draft nodes it verified."""
+        now, batch, costs = time.perf_counter(), len(verified.accepted_count), self._costs
         if not self._drafts:
-            self._left -= 1
+            costs.learn_undrafted(batch, now - self._began)
+            self._left = max(self._left - 1, 0)
             return
-        batch = len(verified.accepted_count)
-        tokens = self._tokens[:batch]
-        tokens += (1 - _MEMORY) * (verified.accepted_count.numpy() + 1 - tokens)
-        drafted, undrafted = self._cost.undrafted(np.array([batch * (nodes + 1), batch]))
-        pays = tokens.sum() / (self._cost.draft + drafted) >= batch / undrafted
+        costs.learn_drafted(batch, nodes, self._drafted - self._began, now - self._drafted)
+        tokens, given = self._tokens[:batch], verified.accepted_count.numpy() + 1  # [batch]
+        tokens += (1 - _MEMORY) * (given - tokens)
+        self._hope += (1 - _HOPE_MEMORY) * (float(given.mean()) - self._hope)
+        seconds = costs.draft(batch) + costs.drafted(batch, np.array([nodes]))[0]
+        pays = tokens.sum() / seconds >= batch / costs.undrafted(batch)
         self._pause = 0 if pays else min(2 * self._pause or 1, self._longest_pause)
         self._left = self._pause
 
     def add(self, slot: int) -> None:
-        """A new request has come into ``slot``."""
+        """A new request has come into ``slot``, the one behind the batch."""
+        self._batch += 1
         self._tokens[slot] = self._hope
         self._pause = self._left = 0
 
+    def clear(self) -> None:
+        """A batch begins."""
+        self._batch = self._pause = self._left = 0
+
     def remove(self, slot: int, last: int) -> None:
         """The request in ``slot`` has left, and the one in slot ``last`` has taken its place."""
+        self._batch -= 1
         self._tokens[slot] = self._tokens[last]
 
 
@@ -109,16 +197,17 @@ class _Always:
         return self.count
 
 
-def measure_rounds(engine: Engine, budget: int) -> RoundSeconds:
-    """Time rounds of one slot with trees of ``budget`` nodes or fewer. The engine forgets all sequences.
+def measure_rounds(engine: Engine, batch: Batch, request: Request, budget: int) -> RoundSeconds:
+    """Time rounds of one slot, with the settings of ``request`` and trees of ``budget`` nodes or fewer. The engine
+    forgets all sequences; ``batch`` is empty before and after.
 
     Each size is run at least once, and again while there is time left; the fastest run counts. ``budget`` is 1 or more.
     """
     draft = engine.manifest.draft
     assert draft is not None
     engine.reset(1)
-    batch = Batch(1, draft.max_depth + 1, engine.manifest.feature_width, engine.dtype)
-    batch.add(Request(0, None, [0], SamplingParams(), 0, frozenset(), frozenset()))
+    features = torch.zeros(draft.max_depth // 2, engine.manifest.feature_width, dtype=engine.dtype)
+    batch.add(request, 0, _MEASURED_PAST, features)
 
     def timed(nodes: int | None) -> float:
         batch.past[0], batch.root_token_ids[0] = _MEASURED_PAST, 0
@@ -130,7 +219,8 @@ def measure_rounds(engine: Engine, budget: int) -> RoundSeconds:
             decode_round(engine, batch, "ddtree", budget, _Always(nodes))
         return time.perf_counter() - start
 
-    rows = sorted({min(size, budget + 1) for size in _SIZES} | {budget + 1})
+    # Beyond the last two sizes time is taken to be linear, so they must not be close.
+    rows = [*(size for size in _SIZES if 4 * size <= 3 * (budget + 1)), budget + 1]
     kinds = [None, *(size - 1 for size in rows)]
     fastest = dict.fromkeys(kinds, float("inf"))
     start = time.perf_counter()
@@ -140,6 +230,7 @@ def measure_rounds(engine: Engine, budget: int) -> RoundSeconds:
                 fastest[kind] = min(fastest[kind], timed(kind))
             if time.perf_counter() - start > _MEASURING_SECONDS:
                 break
+    batch.clear()
     seconds = np.array([fastest[size - 1] for size in rows])
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # no round takes longer than a larger one
     cost = max(seconds[0] - fastest[None], 0.0)

@@ -1,19 +1,22 @@
-"""One round of tree speculative decoding (DDTree, arXiv 2604.12989), and the prompt pass before the first round."""
+"""One round of tree speculative decoding (DDTree, arXiv 2604.12989): draft, encode, verify, commit."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
 from typing import Literal, Protocol, get_args
 
-import torch
-
-from ddtree.builder.manifest import DraftInfo, TargetInfo
 from ddtree.plugins import ops
+from ddtree.plugins.row_rules import RowRules
 from ddtree.plugins.tree import DraftTree, Verified, first_nodes
 from ddtree.runtime.batch import Batch
-from ddtree.runtime.engine import Engine
-from ddtree.runtime.masks import causal_mask, draft_mask
+from ddtree.runtime.engine import Engine, TargetInputs
+from ddtree.runtime.passes import draft_inputs, windows
+from ddtree.runtime.request import Request
+from ddtree.runtime.results import StageSeconds
 
 Method = Literal["ddtree", "chain", "ar"]
 METHODS: tuple[str, ...] = get_args(Method)
-PREFILL_CHUNK = 256  # prompt rows of one pass
 
 
 class Pacing(Protocol):
@@ -26,136 +29,109 @@ class Pacing(Protocol):
         """How many of the tree's draft nodes to verify."""
 
 
+@dataclass(frozen=True)
+class Round:
+    """What a round did."""
+
+    tree: DraftTree  # on the engine's device, until the next draft: with ``draft_ahead`` that has been made already
+    verified: Verified  # on the host
+    seconds: StageSeconds | None  # None: the stages ran on a GPU, which nobody stopped to time them
+
+
 def decode_round(
-    engine: Engine, batch: Batch, method: Method, budget: int, pacing: Pacing | None = None
-) -> tuple[DraftTree, Verified]:
+    engine: Engine,
+    batch: Batch,
+    method: Method,
+    budget: int,
+    pacing: Pacing | None = None,
+    *,
+    draft_ahead: bool = True,
+) -> Round:
     """Advance every sequence of the batch by its accepted path and the bonus token.
 
     ``ddtree`` drafts a tree of ``budget`` nodes, ``chain`` the drafter's likeliest token of each depth (DFlash,
     arXiv 2602.06036), ``ar`` nothing: the root alone, which is plain autoregressive decoding. With ``pacing`` a tree is
     cut to its first nodes, and a round may go without a draft if the drafter can wait for its context features.
+
+    With ``draft_ahead`` an asynchronous engine is given the next round's draft before the host waits for this round's
+    tokens. If a sequence joins or leaves then, that draft is not used, and the next one writes the same rows again.
     """
-    roots, past = batch.root_token_ids, batch.past  # int32 [batch], int64 [batch]
-
-    # draft: context features, root -> draft_logits
-    draft_logits = None  # [batch, D, draft vocabulary]
-    if method != "ar" and (pacing is None or pacing.drafts(forced=batch.features_full)):
-        context = past - batch.feature_counts
-        width = int(batch.feature_counts.max())  # rows beyond it are padding in every slot
-        draft_logits = _draft_pass(engine, 0, batch.features[:, :width], context, batch.feature_counts, roots)
-
-    # encode: draft_logits -> DraftTree, position_ids [batch, N], attention_masks [batch, 1, N, cache]
-    if draft_logits is None:
-        tree = ops.root_tree(roots)
-    else:
-        tree = ops.build_tree(
-            draft_logits,
-            roots,
-            budget=budget if method == "ddtree" else draft_logits.shape[1],
-            mode="tree" if method == "ddtree" else "chain",
-            draft_to_target=engine.draft_to_target,
-        )
+    start, drafting = perf_counter(), (len(batch), method, budget)
+    tree = engine.ahead.pop(drafting, None)
+    if tree is None and method != "ar" and (pacing is None or pacing.drafts(forced=batch.features_full)):
+        tree = engine.run(_draft, engine, batch, *drafting)
         if pacing is not None:
             tree = first_nodes(tree, pacing.nodes(tree))
-    nodes = tree.token_ids.shape[1]
-    engine.reserve_target(int(past.max()) + nodes)
+    drafted = perf_counter()
+
+    rules = [request.row_rules for request in batch.requests]
+    if any(rule is not None and rule.active for rule in rules):  # the host takes part, and nothing can record that
+        tree, verified, ends = _encode_verify_commit(engine, batch, len(batch), method, tree, rules)
+    else:
+        tree, verified, ends = engine.run(_encode_verify_commit, engine, batch, len(batch), method, tree)
+
+    fetched = engine.fetch(verified)
+    if draft_ahead and engine.asynchronous and method != "ar" and all(map(_goes_on, batch.requests)):
+        engine.ahead[drafting] = engine.run(_draft, engine, batch, *drafting)
+    seconds = None if engine.asynchronous else StageSeconds(*(b - a for a, b in pairwise((start, drafted, *ends))))
+    return Round(tree, fetched(), seconds)
+
+
+# What an engine may record: apart from the batch's tensors, the arguments say all. ``size`` is the batch's.
+
+
+def _draft(engine: Engine, batch: Batch, size: int, method: Method, budget: int) -> DraftTree:
+    # draft: context features, root -> draft_logits [batch, D, draft vocabulary] -> DraftTree
+    draft, roots = engine.manifest.draft, batch.root_token_ids  # roots int32 [batch]
+    assert draft is not None
+    context, width = batch.past - batch.feature_counts, batch.features.shape[1]
+    if not engine.asynchronous:  # the host knows the lengths
+        width = max(batch.feature_counts.tolist())  # rows beyond it are padding in every slot
+        engine.reserve_draft(max(context.tolist()) + width + draft.block_size)
+    inputs = draft_inputs(engine, batch.features[:, :width], context, batch.feature_counts, roots)
+    if method == "chain":
+        return engine.draft(inputs, roots, draft.max_depth, "chain")
+    return engine.draft(inputs, roots, budget, "tree")
+
+
+def _encode_verify_commit(
+    engine: Engine,
+    batch: Batch,
+    size: int,
+    method: Method,
+    drafted: DraftTree | None,
+    rules: Sequence[RowRules | None] | None = None,
+) -> tuple[DraftTree, Verified, list[float]]:
+    roots, past = batch.root_token_ids, batch.past  # int32 [batch], int64 [batch]
+
+    # encode: DraftTree -> position_ids [batch, N], attention_masks [batch, 1, N, cache]
+    tree = ops.root_tree(roots.clone()) if drafted is None else drafted
+    if not engine.asynchronous:
+        engine.reserve_target(max(past.tolist()) + tree.token_ids.shape[1])
     encoded = [
         ops.encode_tree(tree, past, past, engine.target_cache_length, engine.dtype, window=window)
-        for window in _windows(engine.manifest.target)
+        for window in windows(engine.manifest.target)
     ]
-    position_ids, attention_masks = encoded[0][0], [mask for _, mask in encoded]
+    inputs = TargetInputs(tree.token_ids, encoded[0][0], [mask for _, mask in encoded], past)
+    ends = [perf_counter()]
 
     # verify: the target scores every node in one pass; the walk keeps the path that the target would have written
-    logit_rows = torch.arange(nodes).expand(len(batch), -1)
-    logits, features = engine.target(0, tree.token_ids, position_ids, attention_masks, past, logit_rows)
-    verified = ops.verify_tree(logits, tree, past, batch.sampling)
+    verified, features = engine.verify(inputs, tree, batch.sampling, rules)
+    ends.append(perf_counter())
 
     # commit: KV rows and context features of the accepted path move up, the bonus token becomes the root
-    ops.commit(engine.target_caches(len(batch)), past, verified)
-    if draft_logits is not None:
+    if tree.token_ids.shape[1] > 1:  # a root stands where it belongs
+        ops.commit(engine.target_caches(size), past, verified)
+    if drafted is not None:
         batch.features.copy_(ops.gather_features(features, verified))
         batch.feature_counts.zero_()
     elif method != "ar":
         batch.append_features(features)
     batch.advance(verified)
-    return tree, verified
+    ends.append(perf_counter())
+    return tree, verified, ends
 
 
-def prefill(engine: Engine, batch: Batch, slot: int, method: Method) -> Verified:
-    """Run the prompt of the request in ``slot`` through both models, in chunks, and draw its first token.
-
-    The prompt's last token is verified as a tree that is a root alone, so the first token is drawn as every other one.
-    """
-    prompt = torch.tensor(batch.requests[slot].prompt_token_ids)  # int64 [prompt]
-    for start in range(0, len(prompt), PREFILL_CHUNK):
-        input_ids = prompt[None, start : start + PREFILL_CHUNK]  # [1, rows]
-        rows = input_ids.shape[1]
-        engine.reserve_target(start + rows)
-        logits, features = engine.target(
-            slot,
-            input_ids,
-            torch.arange(start, start + rows)[None],
-            [
-                causal_mask(start, rows, engine.target_cache_length, engine.dtype, window)
-                for window in _windows(engine.manifest.target)
-            ],
-            torch.tensor([start]),
-            torch.tensor([[rows - 1]]),
-        )
-        if method != "ar":
-            # The last rows of the prompt wait for the first round, which saves the drafter a pass on short prompts.
-            waiting = min(rows, batch.features.shape[1]) if start + rows == len(prompt) else 0
-            fed = rows - waiting
-            if fed:
-                _draft_pass(engine, slot, features[:, :fed], torch.tensor([start]), torch.tensor([fed]), prompt[:1])
-            batch.features[slot] = 0  # the rows behind are padding, and what another request left may be NaN
-            batch.features[slot, :waiting] = features[0, fed:]
-            batch.feature_counts[slot] = waiting
-    batch.past[slot] = len(prompt)
-    root = ops.root_tree(prompt[-1:].to(torch.int32))
-    verified = ops.verify_tree(logits, root, torch.tensor([len(prompt) - 1]), batch.sampling_of(slice(slot, slot + 1)))
-    batch.root_token_ids[slot] = verified.output_ids[0, 0]
-    return verified
-
-
-def _draft_pass(
-    engine: Engine,
-    first: int,
-    features: torch.Tensor,  # [batch, ctx, layers*hidden]
-    context: torch.Tensor,  # int64 [batch]; context rows the drafter holds
-    counts: torch.Tensor,  # int64 [batch]; valid rows of features
-    root_token_ids: torch.Tensor,  # [batch]
-) -> torch.Tensor:
-    """Give the drafter new context features and read the block behind them: [batch, D, draft vocabulary]."""
-    draft = engine.manifest.draft
-    assert draft is not None
-    width, block = features.shape[1], draft.block_size
-    engine.reserve_draft(int(context.max()) + width + block)
-    block_ids = torch.full((len(context), block), draft.mask_token_id)  # [batch, block]
-    block_ids[:, 0] = root_token_ids
-    return engine.draft(
-        first,
-        features,
-        context[:, None] + torch.arange(width),
-        block_ids,
-        (context + counts)[:, None] + torch.arange(block),
-        [
-            draft_mask(context, counts, width, block, engine.draft_cache_length, engine.dtype, window, causal)
-            for window, causal in zip(_windows(draft), _causal(draft), strict=True)
-        ],
-        context,
-    )
-
-
-def _windows(model: TargetInfo | DraftInfo) -> list[int | None]:
-    """The window of each mask input: one for all layers, or one for the full and one for the windowed layers."""
-    return [None, model.window] if model.sliding_mask else [model.window]
-
-
-def _causal(draft: DraftInfo) -> list[bool]:
-    """Whether later rows of the block are hidden from a block row, for each of ``_windows``."""
-    return (
-        [draft.causal, draft.window_causal]
-        if draft.sliding_mask
-        else [draft.window_causal if draft.window else draft.causal]
-    )
+def _goes_on(request: Request) -> bool:
+    """Whether one more token does not end it for certain."""
+    return len(request.output_ids) + 1 < request.params.max_tokens

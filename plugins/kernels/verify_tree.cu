@@ -479,7 +479,7 @@ __device__ void verify_tree(const T* logits, const int* token_ids, const int* ne
         node = step.child;
     }
 
-    if (failure != STATUS_OK) emitted = 0;  // a request that failed emits nothing
+    if (emitted > 0) failure = STATUS_OK;  // the round ends before a row that fails: the next one begins there
     for (int at = emitted + threadIdx.x; at < outputs; at += THREADS) {
         accepted_nodes[first_output + at] = -1;
         output_ids[first_output + at] = -1;

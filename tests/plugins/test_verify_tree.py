@@ -101,19 +101,48 @@ def test_rows_off_the_path_may_hold_anything(method, temperature):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize(
     "row", [[NAN] * 5, [0, 9.0, NAN, 0, 0], [-INF] * 5, [0, INF, 0, 0, 0]], ids=["nan", "one nan", "no finite", "inf"]
 )
-def test_a_visited_row_that_is_no_distribution_fails_its_slot_alone(method, temperature, node, row):
+def test_a_root_that_is_no_distribution_fails_its_slot_alone(method, temperature, row):
     logits = SMALL_LOGITS.repeat(2, 1, 1) * 40  # so peaked that every method takes the path 0, 1, 3
-    logits[1, node] = torch.tensor(row)
+    logits[1, 0] = torch.tensor(row)
     slots = [{"temperature": temperature}] * 2
     verified = verify(logits, stacked([SMALL, SMALL]), slots, method=method)
     assert verified.status.tolist() == [0, 1]
     assert verified.accepted_nodes[1].tolist() == verified.output_ids[1].tolist() == [-1, -1, -1]
     assert verified.accepted_count.tolist() == [2, 0]
     assert_same_slot(verified, 0, verify(logits[:1], SMALL, slots[:1], method=method), 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("node", "emitted"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("fault", ["nan", "masked"])
+def test_a_round_ends_before_a_row_that_fails(method, temperature, node, emitted, fault):
+    """Plain decoding, too, has written all up to there, and fails only then: the next round's root is that row."""
+    logits = SMALL_LOGITS * 40  # the path 0, 1, 3
+    mask = torch.full((1, 4, 1), -1, dtype=torch.int32)
+    if fault == "nan":
+        logits[0, node] = NAN
+    else:
+        mask[0, node] = 0
+    verified = verify(logits, SMALL, [{"temperature": temperature}], method=method, token_bitmask=mask)
+    whole = verify(SMALL_LOGITS * 40, SMALL, [{"temperature": temperature}], method=method)
+    assert verified.status.tolist() == [0]
+    assert verified.accepted_count.tolist() == [emitted - 1]
+    rest = 3 - emitted
+    assert verified.output_ids.tolist() == [whole.output_ids[0, :emitted].tolist() + [-1] * rest]
+    assert verified.accepted_nodes.tolist() == [whole.accepted_nodes[0, :emitted].tolist() + [-1] * rest]
+    root = ops.root_tree(verified.output_ids[:, emitted - 1])
+    following = verify(
+        logits[:, node : node + 1],
+        root,
+        [{"temperature": temperature}],
+        method=method,
+        token_bitmask=mask[:, node : node + 1],
+    )
+    assert following.status.tolist() == [1 if fault == "nan" else 2]
 
 
 @pytest.mark.parametrize("method", METHODS)

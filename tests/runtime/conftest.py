@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
@@ -122,9 +122,10 @@ def tiny_engine(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def tiny_llm(tiny_engine: Path) -> LLM:
+def tiny_llm(tiny_engine: Path) -> Iterator[LLM]:
     # A pass this small gains nothing from a second thread; whole trees test more than those that would pay.
-    return LLM(tiny_engine, adaptive=False, threads=1)
+    with LLM(tiny_engine, adaptive=False, threads=1) as llm:
+        yield llm
 
 
 POISONED_POSITION = 60

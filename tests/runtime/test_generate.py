@@ -1,7 +1,10 @@
 """Where a text ends, what is reported, and how it streams."""
 
 import itertools
+import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,6 @@ from tokenizers import Tokenizer
 
 from ddtree.builder import build_engine
 from ddtree.runtime import LLM, RequestError, SamplingParams
-from ddtree.runtime.errors import EngineError
 
 PROMPT = [1, 2, 3]
 FREE = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
@@ -61,15 +63,57 @@ def test_end_id_replaces_the_checkpoints_and_ignore_eos_ignores_it(tiny_llm: LLM
     assert tiny_llm.generate(PROMPT, SamplingParams(**settings, ignore_eos=True)).outputs[0].token_ids == expected
 
 
-def test_statistics_count_what_the_rounds_did(tiny_llm: LLM) -> None:
+def test_statistics_count_what_the_rounds_did_and_the_text_kept(tiny_llm: LLM) -> None:
     rounds: list[tuple[int, int]] = []
     tiny_llm.budget = 64
     tiny_llm.on_round = lambda tree, verified: rounds.append((int(tree.node_count[0]), int(verified.accepted_count[0])))
     output = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=50, **FREE))
-    assert output.statistics.rounds == len(rounds)
-    assert output.statistics.accepted_tokens == sum(accepted for _, accepted in rounds)
-    assert 1 + sum(accepted + 1 for _, accepted in rounds) >= 50 > 1 + sum(accepted + 1 for _, accepted in rounds[:-1])
+    stats = output.statistics
+    assert stats.rounds == len(rounds)
+    assert stats.emitted_tokens == 49  # the first token is the prompt pass's
+    assert stats.acceptance_length == 49 / len(rounds)
+    *whole, last = [accepted for _, accepted in rounds]
+    kept = 49 - sum(accepted + 1 for accepted in whole)  # of the last round
+    assert 0 < kept <= last + 1
+    accepted = [*whole, min(kept, last)]
+    assert stats.accepted_tokens == sum(accepted)
+    deepest = max(accepted)
+    assert stats.accepted_by_depth[:deepest] == [sum(a >= depth for a in accepted) for depth in range(1, deepest + 1)]
+    assert not any(stats.accepted_by_depth[deepest:])
     assert all(nodes == 65 for nodes, _ in rounds)  # the root is not in the budget
+    assert stats.draft_tokens == 64 * len(rounds)
+
+
+def test_tokens_that_a_stop_cuts_off_do_not_count(tiny_llm: LLM) -> None:
+    """A stop string may take back tokens of earlier rounds, and those of its own round behind it."""
+    tiny_llm.budget = 64
+    free = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=60, **FREE)).outputs[0]
+    for start in range(5, 40, 3):
+        stop = " ".join(free.text.split()[start : start + 4])
+        output = tiny_llm.generate(PROMPT, SamplingParams(max_tokens=60, stop=stop, **FREE))
+        (completion,) = output.outputs
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        stats, kept = output.statistics, len(completion.token_ids)
+        assert stats.emitted_tokens == kept - 1
+        assert kept - 1 - stats.rounds <= stats.accepted_tokens <= kept - 1
+        assert stats.acceptance_length == (kept - 1) / stats.rounds
+
+
+def test_statistics_say_when_and_how_long(tiny_llm: LLM) -> None:
+    before = time.monotonic()
+    outputs = tiny_llm.generate([PROMPT, list(range(20)) * 30], SamplingParams(max_tokens=30, **FREE))
+    after = time.monotonic()
+    for output in outputs:
+        stats, stages = output.statistics, output.statistics.stage_seconds
+        times = [stats.arrival_time, stats.first_scheduled_time, stats.first_token_time, stats.last_token_time]
+        assert [before, *times, after] == sorted([before, *times, after])
+        assert 0 < stats.prefill_seconds <= stats.first_token_time - stats.first_scheduled_time
+        assert 0 < stats.decode_seconds <= after - stats.first_token_time
+        parts = [stages.draft, stages.encode, stages.verify, stages.commit]
+        assert min(parts) > 0
+        assert 0.5 * stats.decode_seconds < sum(parts) < stats.decode_seconds
+    tiny_llm.method = "ar"
+    assert tiny_llm.generate(PROMPT).statistics.stage_seconds.draft < 1e-3
 
 
 def test_an_absent_seed_is_random_and_reported(tiny_llm: LLM) -> None:
@@ -100,10 +144,10 @@ def test_a_prompt_longer_than_a_chunk_gives_the_same_drafts(tiny_llm: LLM, monke
         tiny_llm.on_round = lambda tree, verified: seen.append(tree.token_ids[0].tolist())
         return seen, tiny_llm.generate(prompt, SamplingParams(max_tokens=30, **FREE)).outputs[0].token_ids
 
-    monkeypatch.setattr("ddtree.runtime.round.PREFILL_CHUNK", 512)
+    monkeypatch.setattr("ddtree.runtime.prefill.PREFILL_CHUNK", 512)
     whole = trees()
     for chunk in (1, 7, 150, 299):
-        monkeypatch.setattr("ddtree.runtime.round.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("ddtree.runtime.prefill.PREFILL_CHUNK", chunk)
         assert trees() == whole
 
 
@@ -123,26 +167,32 @@ def test_caches_grow_while_a_text_is_written(tiny_llm: LLM) -> None:
     params = SamplingParams(max_tokens=600, **FREE)
     grown = tiny_llm.generate(PROMPT, params).outputs[0].token_ids
     assert 600 <= tiny_llm.engine.target_cache_length <= 1.25 * 620
-    stream = tiny_llm.stream(PROMPT, params)
-    first = next(stream)
-    assert tiny_llm.engine.target_cache_length == 128  # a new request does not pay for the last one's length
-    tiny_llm.engine.reserve_target(2048)
-    tiny_llm.engine.reserve_draft(2048)
-    *_, last = stream
-    assert first.outputs[0].token_ids == grown[:1]
-    assert last.outputs[0].token_ids == grown
+    lengths: list[int] = []
+
+    def lengthen(*_: object) -> None:  # between two rounds
+        lengths.append(tiny_llm.engine.target_cache_length)
+        tiny_llm.engine.reserve_target(2048)
+        tiny_llm.engine.reserve_draft(2048)
+
+    tiny_llm.on_round = lengthen
+    assert tiny_llm.generate(PROMPT, params).outputs[0].token_ids == grown
+    assert lengths[0] == 128  # a new request does not pay for the last one's length
+    assert set(lengths[1:]) == {2048}
 
 
 def test_caches_are_updated_in_place(tiny_llm: LLM) -> None:
-    stream = tiny_llm.stream(PROMPT, SamplingParams(max_tokens=40, **FREE))
-    next(stream)
-    before = [cache.data_ptr() for pair in tiny_llm.engine.target_caches(1) for cache in pair]
-    rows = [key[0, :, 3].clone() for key, _ in tiny_llm.engine.target_caches(1)]
-    *_, _ = stream
-    assert [cache.data_ptr() for pair in tiny_llm.engine.target_caches(1) for cache in pair] == before
-    assert all(
-        (key[0, :, 3] != row).any() for (key, _), row in zip(tiny_llm.engine.target_caches(1), rows, strict=True)
-    )
+    addresses: set[tuple[int, ...]] = set()
+    rows: list[torch.Tensor] = []
+
+    def look(*_: object) -> None:
+        caches = [cache for pair in tiny_llm.engine.target_caches(1) for cache in pair]
+        addresses.add(tuple(cache.data_ptr() for cache in caches))
+        rows.append(torch.stack([cache[0, :, 3] for cache in caches]))
+
+    tiny_llm.on_round = look
+    tiny_llm.generate(PROMPT, SamplingParams(max_tokens=40, **FREE))
+    assert len(addresses) == 1
+    assert rows[0].abs().amin(dim=(1, 2)).min() > 0  # the root's row, of every layer, was zero before the first round
 
 
 @pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
@@ -202,9 +252,10 @@ def test_a_setting_out_of_range_is_refused_before_anything_runs(tiny_llm: LLM, s
         ([], "the prompt is empty (give at least one token)"),
         ("", "the prompt is empty (give at least one token)"),
         ("w1 \udcff", "the prompt is not Unicode at character 3 (use UTF-8 text)"),
-        ([1.5, 2], "prompt '[1.5, 2]' is neither a text nor a list of token ids (give one)"),
-        (None, "prompt 'None' is neither a text nor a list of token ids (give one)"),
-        ({"prompt": "w1"}, "prompt \"{'prompt': 'w1'}\" is neither a text nor a list of token ids (give one)"),
+        ([1.5, 2], "prompt [1.5, 2] is neither a text nor a list of token ids (give one)"),
+        (None, "prompt None is neither a text nor a list of token ids (give one)"),
+        ({"prompt": "w1"}, "prompt {'prompt': 'w1'} is neither a text nor a list of token ids (give one)"),
+        ([10**5000], "prompt list too long to show is neither a text nor a list of token ids (give one)"),
         ([1, 24], "prompt token 24 is out of range (use 0 to 23)"),
         ([1] * 2048, "prompt of 2048 tokens and max_tokens 32 exceed the engine's max_seq_len 2048 "
          "(shorten the prompt to at most 2047 tokens, or rebuild with a larger --max-seq-len)"),
@@ -283,16 +334,13 @@ def test_an_engine_without_a_drafter_decodes_plainly_and_refuses_to_draft(
         llm.generate(PROMPT)
 
 
-def test_one_call_at_a_time(tiny_llm: LLM) -> None:
-    """A second call would write into the first one's caches, so it is refused; the first goes on unharmed."""
+def test_calls_may_overlap(tiny_llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, **FREE)
     expected = full_text(tiny_llm)[:30]
+    other = tiny_llm.generate([4, 5], params).outputs[0].token_ids
     stream = tiny_llm.stream(PROMPT, params)
     next(stream)
-    with pytest.raises(RequestError, match=r"^this LLM is serving another call"):
-        tiny_llm.generate([4, 5], params)
-    with pytest.raises(RequestError, match=r"^this LLM is serving another call"):
-        next(tiny_llm.stream([4, 5], params))
+    assert tiny_llm.generate([4, 5], params).outputs[0].token_ids == other
     *_, last = stream
     assert last.outputs[0].token_ids == expected
     abandoned = tiny_llm.stream(PROMPT, params)
@@ -338,9 +386,117 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_not_applied(tiny_engi
     assert output.prompt_token_ids == PROMPT
 
 
-def test_an_engine_of_another_kind_is_refused(tiny_engine: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_engine, tmp_path / "engine")
-    manifest = tmp_path / "engine" / "config.json"
-    manifest.write_text(manifest.read_text().replace('"engine": "onnxruntime"', '"engine": "tensorrt_rtx"'))
-    with pytest.raises(EngineError, match="is a tensorrt_rtx engine, which this version builds but does not run"):
-        LLM(tmp_path / "engine")
+@pytest.mark.parametrize(
+    ("given", "name"), [({"max_tokens": 5}, "dict"), ([SamplingParams(), 3], "int"), ("greedy", "str")]
+)
+def test_sampling_params_of_another_type_are_refused(tiny_llm: LLM, given: object, name: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        tiny_llm.generate([PROMPT, PROMPT], given)
+    message = f"sampling_params is a {name} (give a SamplingParams, or a list of one for each prompt)"
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threads": True}, "threads True is not a whole number (use 1 or more)"),
+        ({"threads": 1.0}, "threads 1.0 is not a whole number (use 1 or more)"),
+        ({"max_batch_size": 0}, "max_batch_size 0 is out of range (use 1 or more)"),
+        ({"max_batch_size": 5}, "max_batch_size 5 exceeds the engine's 4 (rebuild with --max-batch-size 5)"),
+        ({"max_queue_size": 10**5000}, "max_queue_size int too long to show is not a whole number (use 0 or more)"),
+        ({"adaptive": "no"}, "adaptive 'no' is neither True nor False"),
+        ({"adaptive": None}, "adaptive None is neither True nor False"),
+        ({"max_queue_size": -1}, "max_queue_size -1 is out of range (use 0 or more)"),
+        ({"max_queue_size": None}, "max_queue_size None is not a whole number (use 0 or more)"),
+    ],
+)
+def test_a_setting_of_the_llm_out_of_range_is_refused(tiny_engine: Path, settings: dict, message: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        LLM(tiny_engine, **settings)
+    assert str(refusal.value) == message
+
+
+@pytest.fixture(scope="module")
+def chat_engine(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny engine, of a checkpoint that was taught to chat: user messages begin with w9, answers with w10."""
+    root = tmp_path_factory.mktemp("chat")
+    target = shutil.copytree(tiny_pair[0], root / "target")
+    template = (
+        "{% for message in messages %}"
+        "{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{{ 'w9 ' if message.role == 'user' else 'w10 ' }}{{ message.content }} {% endfor %}"
+        "{% if add_generation_prompt %}w10{% endif %}"
+    )
+    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    build_engine(target, tiny_pair[1], root / "engine")
+    return root / "engine"
+
+
+def test_chat_goes_through_the_tokenizers_own_template(chat_engine: Path) -> None:
+    messages = [
+        {"role": "user", "content": "w1 w2"},
+        {"role": "assistant", "content": "w3"},
+        {"role": "user", "content": "w4"},
+    ]
+    with LLM(chat_engine, threads=1) as llm:
+        output = llm.chat(messages, SamplingParams(max_tokens=20, **FREE))
+        assert output.prompt == "w9 w1 w2 w10 w3 w9 w4 w10"
+        assert output.prompt_token_ids == [9, 1, 2, 10, 3, 9, 4, 10]
+        expected = llm.generate(output.prompt, SamplingParams(max_tokens=20, **FREE))
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is not a list of messages (give one or more, each with role and content)"),
+        ("w1", "messages is not a list of messages (give one or more, each with role and content)"),
+        (["w1"], "message 'w1' is not a dict with a role (give role and content)"),
+        ([{"content": "w1"}], "message \"{'content': 'w1'}\" is not a dict with a role (give role and content)"),
+        (
+            [{"role": "system", "content": "w1"}],
+            "the chat template does not take these messages: no system here (change them)",
+        ),
+    ],
+)
+def test_messages_that_the_template_does_not_take_are_refused(
+    chat_engine: Path, messages: object, message: str
+) -> None:
+    with LLM(chat_engine, threads=1) as llm, pytest.raises(RequestError) as refusal:
+        llm.chat(messages)
+    assert str(refusal.value) == message
+
+
+def test_chat_without_a_template_is_refused(tiny_llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"has no chat template \(use generate, or a checkpoint taught to chat\)$"):
+        tiny_llm.chat([{"role": "user", "content": "w1"}])
+
+
+@pytest.mark.parametrize("path", [5, b"x", "", []])
+def test_a_model_that_is_no_path_is_refused(tiny_engine: Path, path: object) -> None:
+    with pytest.raises(RequestError) as refusal:
+        LLM(path)
+    assert str(refusal.value) == f"model {path!r} is no path (give a directory's)"
+    with pytest.raises(RequestError) as refusal:
+        LLM(tiny_engine, speculative_model=path)
+    assert str(refusal.value) == f"speculative_model {path!r} is no path (give a directory's)"
+
+
+def test_a_request_keeps_the_lists_that_it_was_given(tiny_llm: LLM) -> None:
+    """Whatever the caller does with them, and with those that it got back."""
+    stop, bias = [0], {1: 2.0}
+    prompt = list(PROMPT)
+    params = SamplingParams(max_tokens=30, stop_token_ids=stop, logit_bias=bias, repetition_penalty=1.2, **FREE)
+    expected = tiny_llm.generate(PROMPT, params).outputs[0].token_ids
+    changed = threading.Event()
+    tiny_llm.on_round = lambda *_: changed.wait(60)
+    stream = tiny_llm.stream(prompt, params)
+    first = next(stream)
+    stop.extend(range(24))
+    bias[5] = 100.0
+    prompt.clear()
+    first.prompt_token_ids.clear()
+    first.outputs[0].token_ids.clear()
+    changed.set()
+    *_, last = stream
+    assert last.outputs[0].token_ids == expected

@@ -1,11 +1,12 @@
 """Prompt and drafter masks against their definition, cell by cell."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from ddtree.runtime.masks import causal_mask, draft_mask
+from ddtree.runtime.masks import causal_mask, draft_mask, queued_draft_mask
 
 VISIBLE, HIDDEN = 0.0, torch.finfo(torch.float32).min
 
@@ -21,11 +22,14 @@ def test_a_prompt_row_sees_itself_and_what_came_before(past: int, rows: int, win
         assert mask[0, 0, row, slot] == (VISIBLE if seen else HIDDEN)
 
 
+@pytest.mark.parametrize("of_draft", [draft_mask, queued_draft_mask])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 6])
-def test_a_block_row_sees_the_context_and_the_whole_block_but_no_padding(window: int | None, causal: bool) -> None:
+def test_a_block_row_sees_the_context_and_the_whole_block_but_no_padding(
+    window: int | None, causal: bool, of_draft: Callable[..., torch.Tensor]
+) -> None:
     context, counts, width, block, cache = torch.tensor([0, 5]), torch.tensor([1, 3]), 4, 3, 16
-    mask = draft_mask(context, counts, width, block, cache, torch.float32, window, causal)
+    mask = of_draft(context, counts, width, block, cache, torch.float32, window, causal)
     assert mask.shape == (2, 1, block, cache)
     for slot_index, row, slot in itertools.product(range(2), range(block), range(cache)):
         past, count = int(context[slot_index]), int(counts[slot_index])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from ddtree.plugins import ops
+from ddtree.plugins import ops, reference
 from ddtree.plugins.operations import METHODS
 
 from ..plugins import oracles
-from ..plugins.oracles import sampling, tree_of
+from ..plugins.oracles import sampling, stacked, tree_of
 from .runner import SimtError, build, build_text
 from .verify_kernel import THREADS, arguments, entry, verify_tree
 
@@ -222,6 +222,26 @@ def test_hundreds_of_rejected_children_are_left_out():
         assert_agrees(got, inputs, **options)
         assert got.accepted_count.tolist() == [0]
         assert int(got.output_ids[0, 0]) not in children
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("node", "emitted"), [(0, 0), (1, 1), (3, 2), (2, 3)])
+def test_a_row_that_fails_ends_the_round_before_it(method, temperature, node, emitted):
+    """Rows of NaN, of no finite logit, and of a mask that allows nothing, on the path 0, 1, 3 and off it."""
+    tree = tree_of([9, 1, 2, 3], [-1, 0, 0, 1], max_depth=2)
+    logits = torch.randn(4, 4, 50, generator=torch.Generator().manual_seed(2))
+    for row, token in ((0, 1), (1, 3), (3, 0)):
+        logits[:, row, token] += 400
+    mask = torch.full((4, 4, 2), -1, dtype=torch.int32)
+    logits[1, node], logits[2, node], mask[3, node] = NAN, -INF, 0
+    inputs = (logits, stacked([tree] * 4), torch.full((4,), 5), sampling([{"temperature": temperature, "seed": 3}] * 4))
+    got = verify_tree(*inputs, method=method, token_bitmask=mask)
+    expected = reference.verify_tree(*inputs, method=method, token_bitmask=mask)
+    for name in NAMES:
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+    assert got.status.tolist() == ([0, 1, 1, 2] if emitted == 0 else [0] * 4)
+    assert (got.output_ids >= 0).sum(1).tolist() == [3, *[emitted] * 3]
 
 
 @pytest.mark.parametrize("links", [[1, 1, 1, 1], [9, -7, 1 << 30, 2]], ids=["a ring", "outside"])
