@@ -35,7 +35,7 @@ class Run:
     token_ids: tuple[int, ...]
     seconds: float
     rounds: int
-    accepted: int
+    emitted: int  # by rounds; the prompt's pass gives the first token
 
     @property
     def loops(self) -> bool:
@@ -101,7 +101,7 @@ def _run(llm: LLM, index: int, kind: str, text: str, params: SamplingParams) -> 
     output = llm.generate(text, params)
     stats = output.statistics
     seconds = stats.prefill_seconds + stats.decode_seconds
-    return Run(index, kind, tuple(output.outputs[0].token_ids), seconds, stats.rounds, stats.accepted_tokens)
+    return Run(index, kind, tuple(output.outputs[0].token_ids), seconds, stats.rounds, stats.emitted_tokens)
 
 
 def _table(temperature: float, runs: dict[Setting, list[Run]]) -> Table:
@@ -115,7 +115,7 @@ def _table(temperature: float, runs: dict[Setting, list[Run]]) -> Table:
         table.add_row(
             setting.name,
             f"{sum(len(r.token_ids) for r in rows) / sum(r.seconds for r in rows):.0f}",
-            f"{sum(r.accepted + r.rounds for r in rows) / sum(r.rounds for r in rows):.2f}",
+            f"{sum(r.emitted for r in rows) / sum(r.rounds for r in rows):.2f}",
             _speed_up(plain, rows),
             _speed_up((r for r in plain if r.prompt not in looping), (r for r in rows if r.prompt not in looping)),
             *(
