@@ -21,8 +21,6 @@ ROOT = Path(__file__).parents[2]
 STAGES = read_stages((ROOT / "docker" / "Dockerfile.cpu").read_text())
 READY_SECONDS = 120
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:

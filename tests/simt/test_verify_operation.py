@@ -17,8 +17,9 @@ from ..plugins.test_vectors import test_coupled_draw, test_verify_tree  # noqa: 
 from ..plugins.test_verify_tree import (  # noqa: F401
     test_a_mask_that_leaves_only_impossible_tokens_fails,
     test_a_root_alone_gives_one_token,
+    test_a_root_that_is_no_distribution_fails_its_slot_alone,
+    test_a_round_ends_before_a_row_that_fails,
     test_a_tree_of_one_child_takes_the_same_route,
-    test_a_visited_row_that_is_no_distribution_fails_its_slot_alone,
     test_greedy_takes_the_lowest_id_of_equal_logits,
     test_logprobs_are_log_softmax_of_the_raw_logits,
     test_method_greedy_overrules_the_temperature,
