@@ -311,6 +311,15 @@ def wait_until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it never did")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process started in the background by a shell ignores SIGINT, and so would these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_requests_of_a_call(tiny_engine: Path, alone: list[list[int]]) -> None:
     def interrupt(*_: object) -> None:
         if next(rounds) == 5:
