@@ -19,6 +19,9 @@ from ddtree.plugins.row_rules import RowRules
 from ddtree.plugins.sampling import TokenNoise, coupled_draw, filtered_weights, target_only_draw
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified, check_tensor
 
+# Long rows go through a softmax so many at a time: the pages of a large result come anew from the system every time.
+_ROWS_AT_ONCE = 4
+
 # Below this temperature a slot is decoded greedily.
 GREEDY_TEMPERATURE = 1e-5
 # Rows up to this long NumPy reads, on one core: torch would share them out among its threads, and waiting for those,
@@ -189,7 +192,12 @@ def _log_peak(values: NDArray, peak: NDArray) -> NDArray:
     each = np.arange(len(peak))
     if values.shape[1] <= _FEW_IN_ROW:
         return -np.log(np.exp(values - values[each, peak][:, None]).sum(1, keepdims=True))
-    return np.log(torch.softmax(torch.from_numpy(values), 1).numpy()[each, peak][:, None])
+    largest = np.empty(len(peak), np.float32)
+    for start in range(0, len(peak), _ROWS_AT_ONCE):
+        some = slice(start, start + _ROWS_AT_ONCE)
+        softmax = torch.softmax(torch.from_numpy(values[some]), 1).numpy()
+        largest[some] = softmax[each[: len(softmax)], peak[some]]
+    return np.log(largest)[:, None]
 
 
 def _kth_largest(values: NDArray, k: int) -> NDArray:  # [batch, n] -> [batch, 1]
