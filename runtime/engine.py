@@ -72,9 +72,9 @@ class Engine(Protocol):
     def trim(self, target_length: int, draft_length: int) -> None:
         """Give cache rows beyond these back, where that is worth a copy of the others."""
 
-    def release(self, slot: int, last: int, *, zero: bool) -> None:
-        """Free ``slot`` by moving slot ``last`` into it. ``zero`` wipes slot ``last`` then, and with it what was in
-        ``slot`` is gone: a mask does not stop NaN."""
+    def release(self, slot: int, last: int) -> None:
+        """Free ``slot`` by moving slot ``last`` into it, and wipe slot ``last``. What was in ``slot`` is gone then, NaN
+        above all, which a mask does not stop."""
 
     def target_caches(self, slots: int) -> KVCaches:
         """The target's caches of slots [0, slots), as views."""

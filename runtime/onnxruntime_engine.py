@@ -89,12 +89,11 @@ class _Model:
     def _forget_addresses(self) -> None:
         self.bound_slots = self._views = None
 
-    def release(self, slot: int, last: int, *, zero: bool) -> None:
+    def release(self, slot: int, last: int) -> None:
         for cache in self.caches:
             if last != slot:
                 cache[slot] = cache[last]
-            if zero:
-                cache[last].zero_()
+            cache[last].zero_()
 
     def run(self, first: int, inputs: dict[str, torch.Tensor], outputs: Mapping[str, tuple[int, ...]]) -> None:
         """Run slots [first, first + batch). What comes out lies in ``buffers`` until the next pass.
@@ -186,10 +185,10 @@ class OnnxRuntimeEngine:
         if self._draft is not None:
             self._draft.trim(draft_length)
 
-    def release(self, slot: int, last: int, *, zero: bool) -> None:
+    def release(self, slot: int, last: int) -> None:
         for model in (self._target, self._draft):
             if model is not None:
-                model.release(slot, last, zero=zero)
+                model.release(slot, last)
 
     def target_caches(self, slots: int) -> KVCaches:
         return self._target.views(slots)

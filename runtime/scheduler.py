@@ -286,15 +286,15 @@ class Scheduler:
         batch, reading = self._batch, self._prefill
         if reading is not None and reading.request is request:
             self._prefill = None
-            self._engine.release(len(batch), len(batch), zero=True)
+            self._engine.release(len(batch), len(batch))
         elif request in batch.requests:
             slot = batch.requests.index(request)
             last = batch.remove(slot)
             if self._pacing is not None:
                 self._pacing.remove(slot, last)
-            self._engine.release(slot, last, zero=True)
+            self._engine.release(slot, last)
             if reading is not None:
-                self._engine.release(last, last + 1, zero=True)
+                self._engine.release(last, last + 1)
 
     def _forget_slots(self) -> None:
         self._batch.clear()

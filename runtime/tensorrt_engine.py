@@ -121,14 +121,13 @@ class TensorRTEngine:
     def trim(self, target_length: int, draft_length: int) -> None:
         """The same."""
 
-    def release(self, slot: int, last: int, *, zero: bool) -> None:
+    def release(self, slot: int, last: int) -> None:
         self.ahead.clear()
         for plan in self._plans:
             for cache in plan.caches:
                 if last != slot:
                     cache[slot].copy_(cache[last])
-                if zero:
-                    cache[last].zero_()
+                cache[last].zero_()
 
     def target_caches(self, slots: int) -> KVCaches:
         views = [cache[:slots] for cache in self._target.caches]
