@@ -34,6 +34,9 @@ class Batch:
 
 def write_own_text(recipe: Recipe, target: Target, tokenizer: Tokenizer, directory: Path, report: Report) -> None:
     """Write every batch of the recipe that `directory` does not have yet."""
+    todo = [(rows, number) for rows, numbers in _numbered(recipe) for number in numbers]
+    if all(batch_path(directory, rows, number).exists() for rows, number in todo):
+        return
     library, generated = library_prompts(recipe, tokenizer), generated_prompts(recipe, tokenizer)
     pools = {
         "own": [library] * len(GENERATED_KINDS) + [generated] * len(GENERATED_KINDS),
@@ -41,7 +44,6 @@ def write_own_text(recipe: Recipe, target: Target, tokenizer: Tokenizer, directo
     }
     read = token_stream(tokenizer, stdlib_texts(held_out=False))
     directory.mkdir(parents=True, exist_ok=True)
-    todo = [(rows, number) for rows, numbers in _numbered(recipe) for number in numbers]
     for done, (rows, number) in enumerate(todo):
         path = batch_path(directory, rows, number)
         if not path.exists():
