@@ -125,8 +125,8 @@ class Image:
 
 
 def pip_variables() -> dict[str, str]:
-    """Where pip takes packages from, and where it keeps them: this machine's."""
-    cache = {"PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip")}
+    """Where pip takes packages from, and where it keeps them: this machine's. Images keep none."""
+    cache = {"PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip"), "PIP_NO_CACHE_DIR": ""}
     return cache | {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
 
 
