@@ -103,6 +103,11 @@ class TargetConfig:
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> "TargetConfig":
         config, where = checkpoint.config, f"{checkpoint.directory}/config.json"
+        if (architecture := _architecture(config)) in _DRAFT_ARCHITECTURES:
+            raise BuildError(
+                f"{where}: architecture {architecture!r} is a DFlash drafter, not a target "
+                "(give the model that it drafts for as the target, and this one as the draft)"
+            )
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
             raise BuildError(
@@ -147,7 +152,7 @@ class DraftConfig:
     @classmethod
     def read(cls, checkpoint: Checkpoint, target: TargetConfig) -> "DraftConfig":
         config, where = checkpoint.config, f"{checkpoint.directory}/config.json"
-        architecture = next(iter(config.get("architectures") or []), None)
+        architecture = _architecture(config)
         if architecture not in _DRAFT_ARCHITECTURES:
             raise BuildError(
                 f"{where}: architecture {architecture!r} is not a DFlash drafter "
@@ -387,6 +392,13 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
         _number(parameters, "high_freq_factor", where),
         _integer(parameters, "original_max_position_embeddings", where),
     )
+
+
+def _architecture(config: dict[str, Any]) -> str | None:
+    """The first name in "architectures"; None where there is none."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) else None
 
 
 def _spelled(value: Any) -> str:

@@ -112,8 +112,12 @@ class Decoder:
         """SwiGLU of ``width`` inner columns: [rows, hidden] -> [rows, hidden]."""
         sizes = self.config.hidden_size, width
         gate, up = (self.linear(x, f"{name}.{part}_proj", *sizes, bias=bias) for part in ("gate", "up"))
-        gated = self.graph.op("Mul", self.graph.op("Swish", gate), up)
-        return self.linear(gated, f"{name}.down_proj", *reversed(sizes), bias=bias)
+        return self.linear(self.gated(gate, up), f"{name}.down_proj", *reversed(sizes), bias=bias)
+
+    def gated(self, gate: str, up: str) -> str:
+        """silu(gate) * up. Not by Swish, which ONNX Runtime takes apart into four nodes: this it makes one of."""
+        silu = self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate))
+        return self.graph.op("Mul", silu, up)
 
     def _projection(self, x: str, layer: int, part: str, heads: int, shape: str) -> str:
         config = self.config

@@ -74,7 +74,7 @@ def _place_dense(decoder: Decoder, x: str, name: str, experts: Experts, weights:
         return graph.op("Concat", *(graph.weight(decoder.weights.take(n, *shape)) for n in names), axis=axis)
 
     gate, up = (graph.op("Gemm", x, stacked(part, (width, hidden), 0), transB=1) for part in ("gate", "up"))
-    gated = graph.op("Mul", graph.op("Swish", gate), up)  # [rows, count * width]
+    gated = decoder.gated(gate, up)  # [rows, count * width]
     rows = graph.op("Shape", chosen, end=1)
     zeros = graph.op("ConstantOfShape", graph.op("Concat", rows, graph.integers(experts.count), axis=0))
     routed = graph.op("ScatterElements", zeros, chosen, weights, axis=1)  # [rows, count], float32

@@ -1,11 +1,10 @@
 """The graphs of target and draft in operators that TensorRT 10.14, which TensorRT-LLM 1.2 comes with, has.
 
 Its ONNX parser knows neither RMSNormalization nor RotaryEmbedding nor TensorScatter (all three came with 10.15), and no
-layer of it writes into a cache. ``lower`` takes a placed graph and replaces these nodes, and opset 24's Swish, by
-operators of opset 20. So it does with Attention and Unsqueeze, which the parser knows: TensorRT-LLM looks through a
-network before it builds it, and stops at types of layers that its list lacks, as it does theirs
-(``graph_rewriting.Layer.TRT_LAYER_TYPE_TO_LAYER``). All else stays as it was placed, so there is one definition of each
-model.
+layer of it writes into a cache. ``lower`` takes a placed graph and replaces these nodes by operators of opset 20. So it
+does with Attention and Unsqueeze, which the parser knows: TensorRT-LLM looks through a network before it builds it, and
+stops at types of layers that its list lacks, as it does theirs (``graph_rewriting.Layer.TRT_LAYER_TYPE_TO_LAYER``). All
+else stays as it was placed, so there is one definition of each model.
 
 A scatter would copy every KV cache in every pass, and need a second buffer for each. Instead the graph leaves the
 caches as they are: attention reads ``past_key_values.{i}`` up to write_index and the pass's own rows beside them, two
@@ -53,7 +52,6 @@ class _Lowering:
         replaced: dict[str, Callable[[NodeProto], None]] = {
             "RMSNormalization": self._rms_normalization,
             "RotaryEmbedding": self._rotary_embedding,
-            "Swish": self._swish,
             "TensorScatter": self._tensor_scatter,
             "Attention": self._attention,
             "Unsqueeze": self._unsqueeze,
@@ -94,10 +92,6 @@ class _Lowering:
         real = op("Sub", op("Mul", first, cos), op("Mul", second, sin))
         imaginary = op("Add", op("Mul", second, cos), op("Mul", first, sin))
         op("Concat", real, imaginary, axis=-1, name=node.output[0])
-
-    def _swish(self, node: NodeProto) -> None:
-        (x,) = node.input
-        self.lowered.op("Mul", x, self.lowered.op("Sigmoid", x), name=node.output[0])
 
     def _tensor_scatter(self, node: NodeProto) -> None:
         past, rows, _ = node.input

@@ -55,9 +55,10 @@ def block_loss(
 ) -> Tensor:
     """Cross entropy of the block's masks against the text, weighted by what a right guess is worth at depth k.
 
-    A guess counts only where all before it in the block were right. So a part `reach` of the weight is the probability
-    that the drafter itself now gives the text down to depth k - 1: a block that is soon lost teaches its first depths,
-    and one that is nearly settled teaches all of them. The rest is exp(-(k - 1) / decay), which gets a new drafter
+    A guess counts only where all before it in the block were right. So a part `reach` of the weight is the square root
+    of the probability that the drafter itself now gives the text down to depth k - 1: a block that is soon lost teaches
+    its first depths, and one that is nearly settled teaches all of them. The root, because a tree gets further than the
+    probability of one path says, and so does a greedy text. The rest is exp(-(k - 1) / decay), which gets a new drafter
     going. Depths beyond the target's own continuation have weight 0."""
     depths = torch.arange(1, drafter.shape.block_size)
     positions = anchors[:, :, None] + depths  # [rows, blocks, depth]
@@ -69,7 +70,7 @@ def block_loss(
     losses = functional.cross_entropy(logits.float().flatten(0, 2), labels.flatten(), reduction="none")
     losses = losses.view_as(positions)
     before = losses.detach().cumsum(-1) - losses.detach()
-    weights = written * (reach * torch.exp(-before) + (1 - reach) * torch.exp(-(depths - 1) / decay))
+    weights = written * (reach * torch.exp(-before / 2) + (1 - reach) * torch.exp(-(depths - 1) / decay))
     return (losses * weights).sum() / weights.sum()
 
 

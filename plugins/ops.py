@@ -297,8 +297,9 @@ def commit(
     all other rows keep their values. The bonus token has no row yet. Advance the past by accepted_count + 1 afterwards.
 
     Args:
-        caches: per layer (key, value), each [batch, kv_heads, cache, head_dim]. With ``block_table`` the pools of paged
-            caches, [blocks of the pool, kv_heads, tokens_per_block, head_dim].
+        caches: per layer (key, value), each [batch, kv_heads, cache, head_dim]; or of several layers together, each
+            [layers, batch, kv_heads, cache, head_dim], which a CPU moves in one go. With ``block_table`` the pools of
+            paged caches, [blocks of the pool, kv_heads, tokens_per_block, head_dim].
         past_lengths: [batch] int64, rows committed before this round.
         verified: from ``verify_tree``.
         block_table: [batch, blocks] int32, the block of the pool that holds tokens_per_block rows of a slot; -1: none.
@@ -315,25 +316,26 @@ def commit(
         for cache in pair:
             if cache.shape != checked:
                 slots = batch if block_table is None else None
-                check_tensor(f"cache of layer {layer}", cache, (slots, None, None, None))
+                layers = (None,) if block_table is None and pair[0].ndim == 5 else ()
+                check_tensor(f"cache of layer {layer}", cache, (*layers, slots, None, None, None))
                 checked = cache.shape
-                shortest = checked[2] if shortest is None else min(shortest, checked[2])
+                shortest = checked[-2] if shortest is None else min(shortest, checked[-2])
             if cache.device != device:
                 raise ValueError(f"cache of layer {layer} is on {cache.device}, expected {device} like past_lengths")
     _check_device("past_lengths", past_lengths, verified=verified.accepted_nodes, block_table=block_table)
-    flat = [cache for pair in caches for cache in pair]
     accepted = (verified.accepted_nodes, verified.accepted_count)
     if block_table is not None:
         check_tensor("block_table", block_table, (batch, None), torch.int32)
         serve = _serve(past_lengths, custom_ops.commit_paged, custom_ops.commit_paged_cuda)
         if serve:
-            serve(flat, block_table, past_lengths, *accepted)
+            serve([pool for pair in caches for pool in pair], block_table, past_lengths, *accepted)
         else:
             reference.commit_paged(caches, block_table, past_lengths, verified)
         return
     serve = _serve(past_lengths, custom_ops.commit, custom_ops.commit_cuda)
     if serve:
-        serve(flat, past_lengths, *accepted)
+        layers = (layer for pair in caches for layer in (zip(*pair, strict=True) if pair[0].ndim == 5 else [pair]))
+        serve([cache for layer in layers for cache in layer], past_lengths, *accepted)
         return
     needed = int((past_lengths + verified.accepted_nodes.amax(1)).max()) + 1 if batch else 0
     if shortest is not None and shortest < needed:

@@ -427,7 +427,7 @@ def verify_tree(
         path: list[int] = []
         tokens: list[int] = []
         for depth in range(outputs):
-            row = _row(logits, slot, node)  # [vocab]
+            row = _rows(logits, slot, node)  # [vocab]
             likeliest = int(row.argmax())  # the first NaN, if there is one
             if not math.isfinite(row[likeliest]):  # or all -inf, or a +inf, which has no softmax either
                 status[slot] = 1
@@ -491,11 +491,11 @@ class _Children:
         return found
 
 
-def _row(logits: Tensor, slot: int, node: int) -> NDArray:
-    """One row, float32 [vocab]. Nothing else of the logits is ever read."""
+def _rows(logits: Tensor, slot: int, nodes: int | list[int]) -> NDArray:
+    """One row, float32 [vocab], or a copy of several, [n, vocab]. Nothing else of the logits is ever read."""
     if logits.dtype == torch.float32 and not logits.is_cuda:
-        return logits.numpy()[slot, node]
-    return logits[slot, node].float().cpu().numpy()
+        return logits.numpy()[slot, nodes]
+    return logits[slot, nodes].float().cpu().numpy()
 
 
 def _log_probs(logits: Tensor, slot: int, path: list[int], tokens: list[int]) -> NDArray:
@@ -503,10 +503,10 @@ def _log_probs(logits: Tensor, slot: int, path: list[int], tokens: list[int]) ->
     at_once = max(1, _FEW_IN_ROW // logits.shape[2])
     found = []
     for start in range(0, len(path), at_once):
-        rows = logits[slot, path[start : start + at_once]].float().cpu().numpy()
-        less = rows - rows.max(1, keepdims=True)
-        chosen = less[np.arange(len(rows)), tokens[start : start + at_once]]
-        found.append(chosen - np.log(np.exp(less).sum(1)))
+        rows = _rows(logits, slot, path[start : start + at_once])
+        rows -= rows.max(1, keepdims=True)
+        chosen = rows[np.arange(len(rows)), tokens[start : start + at_once]]
+        found.append(chosen - np.log(np.exp(rows, out=rows).sum(1)))
     return np.concatenate(found)
 
 
@@ -541,10 +541,11 @@ def commit(caches: Sequence[tuple[Tensor, Tensor]], past_lengths: Tensor, verifi
     if not moves:
         return
     for pair in caches:
-        for cache in pair:  # [batch, kv_heads, cache, head_dim]
+        for cache in pair:  # [batch, kv_heads, cache, head_dim], or with an axis of layers before
             rows = _bits(cache)
             for slot, to, taken in moves:
-                rows[slot][:, to] = rows[slot][:, taken]  # the right side is a copy
+                of_slot = rows[..., slot, :, :, :]
+                of_slot[..., to, :] = of_slot[..., taken, :]  # the right side is a copy
 
 
 def commit_paged(

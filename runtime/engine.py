@@ -12,7 +12,7 @@ from ddtree.plugins.row_rules import RowRules
 from ddtree.plugins.tree import DraftTree, SamplingTensors, Verified
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""(key, value) of each layer, [slots, kv_heads, cache, head_dim]."""
+"""(key, value) of each layer, [slots, kv_heads, cache, head_dim], or of several layers, [layers, slots, ...]."""
 
 Result = TypeVar("Result")
 

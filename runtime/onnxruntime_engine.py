@@ -49,51 +49,43 @@ class _Model:
                 f"{path}: ONNX Runtime cannot open it: {_first_line(error)} (build the engine again)"
             ) from error
         self.binding = self.session.io_binding()
-        shape = (0, model.num_key_value_heads, 0, model.head_dim)
-        self.caches = [_zeros(*shape) for _ in range(2 * model.num_hidden_layers)]  # key, value of layer 0, ...
+        # Of all layers: [2 * layers (key, value of layer 0, ...), slots, kv_heads, rows, head_dim]
+        self.caches = _zeros(2 * model.num_hidden_layers, 0, model.num_key_value_heads, 0, model.head_dim)
         self.bound_slots: tuple[int, int] | None = None  # (first, batch) that the caches are bound for
-        self._views: KVCaches | None = None
         self.buffers: dict[str, torch.Tensor] = {}  # what the other inputs and outputs are bound to
 
     @property
     def cache_length(self) -> int:
-        return self.caches[0].shape[2]
+        return self.caches.shape[3]
 
     def views(self, slots: int) -> KVCaches:
-        """(key, value) of each layer, slots [0, slots)."""
-        if self._views is None or len(self._views[0][0]) != slots:
-            views = [cache[:slots] for cache in self.caches]
-            self._views = list(zip(views[::2], views[1::2], strict=True))
-        return self._views
+        """Keys and values of all layers together, slots [0, slots)."""
+        return [(self.caches[::2, :slots], self.caches[1::2, :slots])]
 
     def reset(self, slots: int) -> None:
-        self.caches = [_zeros(slots, cache.shape[1], _SHORTEST_CACHE, cache.shape[3]) for cache in self.caches]
-        self._forget_addresses()
+        caches, _, heads, _, head_dim = self.caches.shape
+        self.caches = _zeros(caches, slots, heads, _SHORTEST_CACHE, head_dim)
+        self.bound_slots = None
 
     def reserve(self, slots: int, length: int) -> None:
-        have = self.caches[0].shape
-        if slots <= have[0] and length <= have[2]:
+        caches, have_slots, heads, have_length, head_dim = self.caches.shape
+        if slots <= have_slots and length <= have_length:
             return
-        slots, length = max(slots, have[0]), max(_grown(length), have[2])
-        for i, old in enumerate(self.caches):
-            self.caches[i] = _zeros(slots, old.shape[1], length, old.shape[3])
-            self.caches[i][: old.shape[0], :, : old.shape[2]] = old
-        self._forget_addresses()
+        old = self.caches
+        self.caches = _zeros(caches, max(slots, have_slots), heads, max(_grown(length), have_length), head_dim)
+        self.caches[:, :have_slots, :, :have_length] = old
+        self.bound_slots = None
 
     def trim(self, length: int) -> None:
         length = _grown(length)
         if 2 * length <= self.cache_length:
-            self.caches = [cache[:, :, :length].clone() for cache in self.caches]
-            self._forget_addresses()
-
-    def _forget_addresses(self) -> None:
-        self.bound_slots = self._views = None
+            self.caches = self.caches[:, :, :, :length].clone()
+            self.bound_slots = None
 
     def release(self, slot: int, last: int) -> None:
-        for cache in self.caches:
-            if last != slot:
-                cache[slot] = cache[last]
-            cache[last].zero_()
+        if last != slot:
+            self.caches[:, slot] = self.caches[:, last]
+        self.caches[:, last].zero_()
 
     def run(self, first: int, inputs: dict[str, torch.Tensor], outputs: Mapping[str, tuple[int, ...]]) -> None:
         """Run slots [first, first + batch). What comes out lies in ``buffers`` until the next pass.

@@ -39,7 +39,7 @@ from .trtllm_signatures import LAYER_TYPES
 
 POSITIONS = 128
 # What TensorRT 10.14's parser has no layer for, or, of Attention, none that reads a cache which is written elsewhere.
-REPLACED = {"RMSNormalization", "RotaryEmbedding", "Swish", "TensorScatter", "Attention"}
+REPLACED = {"RMSNormalization", "RotaryEmbedding", "TensorScatter", "Attention"}
 CACHE = 64
 
 

@@ -105,7 +105,7 @@ def test_the_loss_counts_only_what_the_target_wrote_without_a_gap(case):
 
 
 def test_a_block_that_is_lost_early_teaches_its_first_depths(case):
-    """A share of the weights is the probability of everything before; no gradient goes through it."""
+    """A share of the weights is the root of the probability of everything before; no gradient goes through it."""
     drafter, features, ids, anchors, embedding = case
     own = torch.ones(2, LENGTH, dtype=torch.bool)
     loss = block_loss(drafter, embedding, ids, own, features, anchors, decay=7.0, reach=0.25)
@@ -118,7 +118,7 @@ def test_a_block_that_is_lost_early_teaches_its_first_depths(case):
             for depth in range(1, DRAFT.block_size):
                 if anchor + depth < LENGTH:
                     log_p = logits[row, block, depth - 1].log_softmax(-1)[ids[row, anchor + depth]]
-                    weight = 0.25 * probability + 0.75 * 2.718281828 ** (-(depth - 1) / 7)
+                    weight = 0.25 * probability**0.5 + 0.75 * 2.718281828 ** (-(depth - 1) / 7)
                     expected, weights = expected - weight * log_p, weights + weight
                     probability *= float(log_p.detach().exp())
     torch.testing.assert_close(loss, expected / weights, rtol=1e-5, atol=1e-5)

@@ -88,6 +88,13 @@ def test_commit_refuses_caches_of_another_batch():
         ops.commit([(cache[:2], cache[:2]), (cache, cache)], PAST, VERIFIED)
     with pytest.raises(ValueError, match=r"past_lengths is torch\.int32"):
         ops.commit([], PAST.int(), VERIFIED)
+    layers = torch.zeros(4, 2, 2, 16, 4)
+    with pytest.raises(ValueError, match=r"has shape \[4, 3, 2, 16, 4\], expected \[any, 2, any, any, any\]"):
+        ops.commit([(layers, torch.zeros(4, 3, 2, 16, 4))], PAST, VERIFIED)
+    with pytest.raises(ValueError, match=r"has shape \[2, 2, 16, 4\], expected \[any, 2, any, any, any\]"):
+        ops.commit([(layers, layers[0])], PAST, VERIFIED)
+    with pytest.raises(ValueError, match="a cache of 2 rows does not hold the accepted path"):
+        ops.commit([(layers[..., :2, :], layers[..., :2, :])], PAST, VERIFIED)
 
 
 def test_gather_features_refuses_another_batch():

@@ -52,6 +52,22 @@ def test_rows_move_to_the_end_of_the_past(path_of, data, dtype):
                 assert torch.equal(cache[slot], expected)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(paths | st.just([]), min_size=1, max_size=4), st.sampled_from(DTYPES))
+def test_layers_together_and_one_by_one(path_of, dtype):
+    past = torch.arange(len(path_of))
+    caches = random_caches(3, len(path_of), dtype)
+    keys, values = (
+        torch.stack(part) for part in zip(*caches, strict=True)
+    )  # [layers, batch, kv_heads, cache, head_dim]
+    wider = torch.cat([keys, values], 1)  # other slots behind: what is moved may be a view
+    ops.commit(caches, past, verified(path_of, 7))
+    ops.commit([(wider[:, : len(path_of)], values)], past, verified(path_of, 7))
+    for layer, pair in enumerate(caches):
+        assert torch.equal(wider[layer, : len(path_of)], pair[0])
+        assert torch.equal(values[layer], pair[1])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(paths | st.just([]), min_size=1, max_size=4), st.sampled_from(DTYPES))
 def test_features_are_those_of_the_accepted_nodes(path_of, dtype):

@@ -187,7 +187,7 @@ def test_caches_are_updated_in_place(tiny_llm: LLM) -> None:
     def look(*_: object) -> None:
         caches = [cache for pair in tiny_llm.engine.target_caches(1) for cache in pair]
         addresses.add(tuple(cache.data_ptr() for cache in caches))
-        rows.append(torch.stack([cache[0, :, 3] for cache in caches]))
+        rows.append(torch.cat([cache[:, 0, :, 3] for cache in caches]))  # of each layer's keys, then values
 
     tiny_llm.on_round = look
     tiny_llm.generate(PROMPT, SamplingParams(max_tokens=40, **FREE))
