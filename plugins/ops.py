@@ -316,8 +316,8 @@ def commit(
         for cache in pair:
             if cache.shape != checked:
                 slots = batch if block_table is None else None
-                layers = (None,) if block_table is None and pair[0].ndim == 5 else ()
-                check_tensor(f"cache of layer {layer}", cache, (*layers, slots, None, None, None))
+                stacked = [None] if block_table is None and pair[0].ndim == 5 else []
+                check_tensor(f"cache of layer {layer}", cache, (*stacked, slots, None, None, None))
                 checked = cache.shape
                 shortest = checked[-2] if shortest is None else min(shortest, checked[-2])
             if cache.device != device:
@@ -334,13 +334,18 @@ def commit(
         return
     serve = _serve(past_lengths, custom_ops.commit, custom_ops.commit_cuda)
     if serve:
-        layers = (layer for pair in caches for layer in (zip(*pair, strict=True) if pair[0].ndim == 5 else [pair]))
-        serve([cache for layer in layers for cache in layer], past_lengths, *accepted)
+        flat = [cache for pair in caches for layer in _layers(*pair) for cache in layer]
+        serve(flat, past_lengths, *accepted)
         return
     needed = int((past_lengths + verified.accepted_nodes.amax(1)).max()) + 1 if batch else 0
     if shortest is not None and shortest < needed:
         raise ValueError(f"a cache of {shortest} rows does not hold the accepted path (needed: {needed})")
     reference.commit(caches, past_lengths, verified)
+
+
+def _layers(key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(key, value) of each layer, of one layer's caches or of those of several together."""
+    return list(zip(key, value, strict=True)) if key.ndim == 5 else [(key, value)]
 
 
 def gather_features(features: Tensor, verified: Verified) -> Tensor:
