@@ -113,7 +113,7 @@ class Recipe:
     continuation_tokens: int = 144
     temperature: float = 0.8  # of every other row; the rest is greedy
 
-    # Many small steps: for the same processor time, twice the steps of a third of the blocks draft a tenth better.
+    # Many small steps: 1,350 of 128 blocks drafted 9 % longer than 600 of 384, for 15 % more processor time.
     drafter_steps: int = 11_000
     drafter_anchors: int = 128  # blocks of one step
     drafter_rate: float = 5e-3
