@@ -44,7 +44,6 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # parameters of mallopt(3)
 def make(recipe: Recipe, work: Path, console: Console) -> Path:
     """Run every step that `work` does not have yet; returns the directory of the pair."""
     torch.set_num_threads(recipe.threads)
-    _keep_freed_memory()
     work.mkdir(parents=True, exist_ok=True)
     pair, own_text = work / "pair", work / "own_text"
     layer_ids = recipe.drafter.target_layer_ids
@@ -132,6 +131,7 @@ def cpu_seconds(work: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    _keep_freed_memory()
     console = Console()
     pair = make(Recipe(), WORK, console)
     shutil.copytree(pair / "target", TARGET_DIR, dirs_exist_ok=True)

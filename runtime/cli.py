@@ -24,6 +24,10 @@ COMPARE_RUNS = 3  # of each method, taken in turns; the medians are compared
 _PATH = click.Path(path_type=Path)
 _target = click.option("--target", type=_PATH, help="Target checkpoint directory (Hugging Face layout).")
 _draft = click.option("--draft", type=_PATH, help="DFlash drafter checkpoint directory of that target.")
+_method = click.option("--method", help="ddtree (a draft tree), chain (the drafter's chain) or ar (plain decoding).")
+_budget = click.option("--budget", type=int, help="The most draft nodes of a tree, root excluded.  [default: 16]")
+_largest_budget = click.option("--budget", type=int, default=255, help="The most draft nodes of a tree, root excluded.")
+_threads = click.option("--threads", type=int, help="Threads of a pass. Absent: the engine's choice.")
 
 
 @click.group(context_settings={"show_default": True, "max_content_width": 100})
@@ -38,8 +42,8 @@ def app() -> None:
 @click.option("--engine", type=_PATH, help="Engine directory. No engine and no target: the demo pair.")
 @_target
 @_draft
-@click.option("--method", type=str, help="ddtree (a draft tree), chain (the drafter's chain) or ar (plain decoding).")
-@click.option("--budget", type=int, help="The most draft nodes of a tree, root excluded.  [default: 16]")
+@_method
+@_budget
 @click.option("--adaptive/--whole-trees", default=True, help="Cut trees, or leave drafts out, where it saves time.")
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0 keeps all.")
@@ -49,7 +53,7 @@ def app() -> None:
 )
 @click.option("--seed", type=int, help="0 to 2^64-1. Absent: random, and reported.")
 @click.option("--max-tokens", type=int, default=128, help="The most tokens to write.")
-@click.option("--threads", type=int, help="Threads of a pass. Absent: the engine's choice.")
+@_threads
 @click.option("--compare", is_flag=True, help="Also time plain decoding, and check that the text is the same.")
 @click.option("--show-tree", is_flag=True, help="Draw each round's tree and its accepted path.")
 def generate(
@@ -200,7 +204,7 @@ def _comparison(llm: "LLM", text: str, params: "SamplingParams", output: "Reques
 @click.option("--engine", default="onnxruntime", help="onnxruntime (any CPU), tensorrt or tensorrt-rtx.")
 @click.option("--arch", help="GPU: sm_120 with tensorrt-rtx; tensorrt builds for the one that is present.")
 @click.option("--dtype", help="float32 with onnxruntime, else float16 or bfloat16. Absent: the checkpoint's.")
-@click.option("--budget", type=int, default=255, help="The most draft nodes of a tree, root excluded.")
+@_largest_budget
 @click.option("--max-batch-size", type=int, default=8, help="The most sequences at once.")
 @click.option("--max-seq-len", type=int, help="Tokens of prompt and output. Absent: the checkpoint's.")
 @click.option("--verify", help="Tree operations: plugin (in the engine; tensorrt only) or kernel (right behind it).")
@@ -260,7 +264,7 @@ def build(
 @_target
 @_draft
 @click.option("--dtype", help="float16 or bfloat16. Absent: the checkpoint's.")
-@click.option("--budget", type=int, default=255, help="The most draft nodes of a tree, root excluded.")
+@_largest_budget
 @click.option("--engines", type=_PATH, help="Checkpoints that trtllm-build has made engines of: collect these.")
 @click.option("--force", is_flag=True, help="With --engines, replace an engine that is there.")
 def convert(
@@ -313,10 +317,10 @@ def inspect(engine: Path | None) -> None:
 @app.command()
 @click.option("--output", type=_PATH, required=True, help="Where to write the model repository.")
 @click.option("--engine", type=_PATH, help="Engine directory. Absent: the demo pair's.")
-@click.option("--method", help="ddtree (a draft tree), chain (the drafter's chain) or ar (plain decoding).")
-@click.option("--budget", type=int, help="The most draft nodes of a tree, root excluded.  [default: 16]")
+@_method
+@_budget
 @click.option("--adaptive/--whole-trees", default=None, help="Cut trees, or leave drafts out, where it saves time.")
-@click.option("--threads", type=int, help="Threads of a pass. Absent: the engine's choice.")
+@_threads
 @click.option("--max-batch-size", type=int, help="The most sequences at once. Absent: the engine's.")
 @click.option("--max-queue-size", type=int, help="The most sequences that wait.  [default: 1024]")
 @click.option("--force", is_flag=True, help="Replace a repository that is there.")

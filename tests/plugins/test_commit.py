@@ -57,9 +57,7 @@ def test_rows_move_to_the_end_of_the_past(path_of, data, dtype):
 def test_layers_together_and_one_by_one(path_of, dtype):
     past = torch.arange(len(path_of))
     caches = random_caches(3, len(path_of), dtype)
-    keys, values = (
-        torch.stack(part) for part in zip(*caches, strict=True)
-    )  # [layers, batch, kv_heads, cache, head_dim]
+    keys, values = (torch.stack(part) for part in zip(*caches, strict=True))
     wider = torch.cat([keys, values], 1)  # other slots behind: what is moved may be a view
     ops.commit(caches, past, verified(path_of, 7))
     ops.commit([(wider[:, : len(path_of)], values)], past, verified(path_of, 7))

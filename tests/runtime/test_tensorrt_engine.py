@@ -39,6 +39,7 @@ KINDS = {
 TRTLLM = {"tensorrt": "10.14.1"}
 LIMITS = {"max_batch_size": 3, "max_seq_len": 120, "max_tree_nodes": 31}
 PROMPTS = [[1, 2, 3], [4], [7, 7, 1, 0, 9, 12, 3, 3, 8], list(range(20)) * 2]
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
 FILTERS = {"none": {}, "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.05}}
 
 
@@ -405,8 +406,7 @@ def test_a_pass_that_the_library_refuses_ends_its_requests_and_no_later_ones(
 def test_what_cannot_be_recorded_runs_without(
     open_llm: Callable[..., LLM], tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    params = SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
-    expected = plain_texts(tiny_llm, [[1, 2, 3]], [params])
+    expected = plain_texts(tiny_llm, [[1, 2, 3]], [SAMPLED])
     llm = open_llm("kernel", budget=16)
 
     def refuse(self: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -415,7 +415,7 @@ def test_what_cannot_be_recorded_runs_without(
     monkeypatch.setattr(cuda_stand_in.CUDAGraph, "keep", refuse)
     replays = cuda_stand_in.CUDAGraph.replays
     with caplog.at_level(logging.WARNING):
-        assert token_ids(llm, [[1, 2, 3]], params) == expected
+        assert token_ids(llm, [[1, 2, 3]], SAMPLED) == expected
     assert cuda_stand_in.CUDAGraph.replays == replays
     messages = [record.getMessage() for record in caplog.records]
     assert messages[-1] == "rounds run without CUDA graphs from here on"
@@ -426,8 +426,7 @@ def test_what_cannot_be_recorded_runs_without(
 def test_one_failure_to_record_is_forgiven(
     open_llm: Callable[..., LLM], tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    params = SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
-    expected = plain_texts(tiny_llm, [[1, 2, 3]], [params])
+    expected = plain_texts(tiny_llm, [[1, 2, 3]], [SAMPLED])
     llm = open_llm("kernel", budget=16)
     keep, failures = cuda_stand_in.CUDAGraph.keep, iter([RuntimeError("out of memory")])
 
@@ -438,7 +437,7 @@ def test_one_failure_to_record_is_forgiven(
 
     monkeypatch.setattr(cuda_stand_in.CUDAGraph, "keep", once)
     replays = cuda_stand_in.CUDAGraph.replays
-    assert token_ids(llm, [[1, 2, 3]], params) == expected
+    assert token_ids(llm, [[1, 2, 3]], SAMPLED) == expected
     assert cuda_stand_in.CUDAGraph.replays > replays + 5
     assert len(caplog.records) == 1
 
@@ -446,13 +445,12 @@ def test_one_failure_to_record_is_forgiven(
 def test_an_engine_that_no_graph_can_hold_runs_without(
     open_llm: Callable[..., LLM], tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    params = SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
-    expected = plain_texts(tiny_llm, [[1, 2, 3]], [params])
+    expected = plain_texts(tiny_llm, [[1, 2, 3]], [SAMPLED])
     llm = open_llm("rtx", budget=16)
     context = tensorrt_runtime_stand_in.RtxExecutionContext
     monkeypatch.setattr(context, "is_stream_capturable", lambda self, stream: False)
     replays = cuda_stand_in.CUDAGraph.replays
-    assert token_ids(llm, [[1, 2, 3]], params) == expected
+    assert token_ids(llm, [[1, 2, 3]], SAMPLED) == expected
     assert cuda_stand_in.CUDAGraph.replays == replays
     assert caplog.records == []
 
@@ -465,11 +463,10 @@ def test_a_recorded_context_is_used_for_nothing_else(
     llm = open_llm("kernel")
     assert llm.manifest.draft is not None
     depth = llm.manifest.draft.max_depth
-    free = SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
-    ruled = replace(free, repetition_penalty=1.2)
-    expected = {each.repetition_penalty: plain_texts(tiny_llm, [[1, 2, 3]], [each]) for each in (free, ruled)}
+    ruled = replace(SAMPLED, repetition_penalty=1.2)
+    expected = {each.repetition_penalty: plain_texts(tiny_llm, [[1, 2, 3]], [each]) for each in (SAMPLED, ruled)}
     for llm.method, llm.budget in [("ddtree", depth), ("chain", 0), ("ddtree", depth), ("chain", 0)]:
-        for params in (free, ruled):
+        for params in (SAMPLED, ruled):
             assert token_ids(llm, [[1, 2, 3]], params) == expected[params.repetition_penalty]
     assert caplog.records == []
 
