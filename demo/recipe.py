@@ -27,8 +27,8 @@ class TargetShape:
 class DrafterShape:
     """A DFlash drafter. Width, head size, vocabulary, embedding and head are the target's."""
 
-    layers: int = 3
-    intermediate_size: int = 512
+    layers: int = 5  # after 1,350 steps five thin layers draft 14 % longer than three with a feed-forward of 512
+    intermediate_size: int = 352
     heads: int = 4
     kv_heads: int = 2
     block_size: int = 16  # the anchor and 15 masks: 15 draft depths
@@ -112,9 +112,11 @@ class Recipe:
     prompt_tokens: tuple[int, int] = (12, 64)  # the fewest and the most
     continuation_tokens: int = 144
     temperature: float = 0.8  # of every other row; the rest is greedy
+    # Of a training step's rows of own text. Against 0.5: 3 % more tokens a round at temperature 0, 4 % fewer at 0.8.
+    greedy_share: float = 0.75
 
     # Many small steps: 1,350 of 128 blocks drafted 9 % longer than 600 of 384, for 15 % more processor time.
-    drafter_steps: int = 11_000
+    drafter_steps: int = 7_850
     drafter_anchors: int = 128  # blocks of one step
     drafter_rate: float = 5e-3
     loss_decay: float = 7.0  # depth k weighs exp(-(k - 1) / loss_decay), apart from

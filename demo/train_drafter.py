@@ -27,7 +27,7 @@ def train_drafter(recipe: Recipe, target: Target, own_text: Path, checkpoint: Pa
     def loss_of_step(step: int) -> Tensor:
         rng = np.random.default_rng([recipe.seed, step])
         shares = (recipe.long_drafter_text,) if step % _LONG_EVERY == 0 else recipe.drafter_text
-        ids, own, features = _rows({rows: parts[rows] for rows in shares}, rng)
+        ids, own, features = _rows({rows: parts[rows] for rows in shares}, recipe.greedy_share, rng)
         anchors = draw_anchors(own, recipe.drafter_anchors // len(ids), rng)
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
             return compiled(drafter, embedding, ids, own, features, anchors, recipe.loss_decay, recipe.loss_reach)
@@ -81,12 +81,24 @@ def draw_anchors(own: Tensor, count: int, rng: np.random.Generator) -> Tensor:
     return (keys + own[:, 1:]).topk(count, dim=1).indices.sort(dim=1).values
 
 
-def _rows(parts: dict[Rows, list[Batch]], rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, own and features of one step: each part's share of rows, drawn at random."""
-    taken = []
-    for part, batches in parts.items():
-        chosen = rng.choice(part.batches * part.rows, part.share, replace=False)
-        taken += [(batches[row // part.rows], row % part.rows) for row in chosen]
+def draw_rows(part: Rows, greedy_share: float, rng: np.random.Generator) -> np.ndarray:
+    """The part's share of its rows for one step, int64 [share]. Of text that the target wrote, where even rows are
+    greedy and odd ones sampled, a row is greedy with probability `greedy_share`."""
+    rows = rng.choice(part.batches * part.rows, part.share, replace=False)
+    if part.source != "read library":
+        rows = rows // 2 * 2 + (rng.random(part.share) >= greedy_share)
+    return rows
+
+
+def _rows(
+    parts: dict[Rows, list[Batch]], greedy_share: float, rng: np.random.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, own and features of one step: each part's share of rows."""
+    taken = [
+        (batches[row // part.rows], row % part.rows)
+        for part, batches in parts.items()
+        for row in draw_rows(part, greedy_share, rng)
+    ]
     ids = torch.from_numpy(np.stack([batch.ids[row] for batch, row in taken]).astype(np.int64))
     own = torch.from_numpy(np.stack([batch.own[row] for batch, row in taken]))
     features = torch.from_numpy(np.stack([batch.features[row] for batch, row in taken])).float()

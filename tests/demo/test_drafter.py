@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from ddtree.demo.drafter import Drafter
 from ddtree.demo.own_text import read_batch
-from ddtree.demo.recipe import MASK_ID, DrafterShape, Recipe, TargetShape
+from ddtree.demo.recipe import MASK_ID, DrafterShape, Recipe, Rows, TargetShape
 from ddtree.demo.target import Target
-from ddtree.demo.train_drafter import block_loss, draw_anchors
+from ddtree.demo.train_drafter import block_loss, draw_anchors, draw_rows
 
 SHAPE = TargetShape(vocab_size=40, hidden_size=32, intermediate_size=48, layers=4, heads=4, kv_heads=2, head_dim=8)
 DRAFT = DrafterShape(layers=2, intermediate_size=48, heads=4, kv_heads=2, block_size=5, target_layer_ids=(0, 2))
@@ -131,6 +131,17 @@ def test_anchors_stand_before_text_of_the_target(case):
     own[:, 20:40] = True
     anchors = draw_anchors(own, 20, np.random.default_rng(0))
     assert torch.equal(anchors, torch.arange(19, 39).expand(3, 20))  # all there are, each once, in order
+
+
+@pytest.mark.parametrize("greedy_share", [0.0, 0.75, 1.0])
+def test_rows_of_own_text_are_greedy_as_often_as_asked(greedy_share):
+    rng = np.random.default_rng(0)
+    own, read = Rows("own", 2, 30, 64, share=10), Rows("read library", 2, 30, 64, share=10)
+    drawn = np.stack([draw_rows(own, greedy_share, rng) for _ in range(200)])
+    share_of = (greedy_share, 1 - greedy_share)  # of even rows, of odd rows
+    assert set(drawn.ravel().tolist()) == {row for row in range(60) if share_of[row % 2] > 0}
+    assert (drawn % 2 == 0).mean() == pytest.approx(greedy_share, abs=0.04)  # 4 standard deviations of 2,000 draws
+    assert set(np.concatenate([draw_rows(read, greedy_share, rng) for _ in range(200)]).tolist()) == set(range(60))
 
 
 def test_read_text_is_a_piece_of_the_text_with_the_hidden_states_of_reading_it():

@@ -78,9 +78,9 @@ def _acceptance(report, temperature, policy):
     return sum(row["tokens"] for row in rows) / sum(row["rounds"][policy] for row in rows)
 
 
-@pytest.mark.parametrize(("temperature", "floor"), [(0.0, 4.8), (0.8, 3.8)])
+@pytest.mark.parametrize(("temperature", "floor"), [(0.0, 5.5), (0.8, 3.8)])
 def test_more_budget_accepts_more_on_held_out_prompts(report, temperature, floor):
-    """The floors: the model card's 6.3 and 4.4, less about three standard errors of 16 prompts (0.5 and 0.2)."""
+    """The floors: the model card's 7.2 and 4.5, less about three standard errors of 16 prompts (0.55 and 0.2)."""
     lengths = [
         _acceptance(report, temperature, policy) for policy in ("chain", "tree 8", "tree 16", "tree 32", "tree 64")
     ]

@@ -10,13 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from ddtree.plugins import ops
+from ddtree.plugins import ops, reference
 
 from .oracles import all_prefixes, float32_log_softmax, heap_tree, nodes_of, ranked_rows
 
 NAN, INF = math.nan, math.inf
 # Few values, so that nearly all sums tie; -inf rows are no distributions.
 TIED = st.sampled_from([-INF, -3.0, -2.5, 0.0, 0.5, 1.0, 4.0, 12.0])
+
+
+@pytest.fixture(autouse=True, scope="module", params=["by size", "large"])
+def _search(request):
+    """Small tables of logits are searched in another way than large ones: everything holds in both."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "large":
+            patch.setattr(reference, "_SMALL_TABLE", 0)
+        yield
 
 
 def build(logits, budget: int, **options) -> ops.DraftTree:
@@ -48,7 +57,7 @@ def test_tree_is_the_heaps_when_everything_ties(logits, budget):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("depth", "vocab"), [(1, 500), (15, 333), (15, 3072), (15, 20000)])
+@pytest.mark.parametrize(("depth", "vocab"), [(1, 500), (15, 333), (15, 3072), (15, 9001), (15, 20000)])
 @pytest.mark.parametrize("scale", [0.02, 2.0, 5.0])
 def test_tree_is_the_heaps(dtype, depth, vocab, scale):
     logits = draft_logits(vocab, 1, depth, vocab, scale=scale).to(dtype)
