@@ -79,7 +79,7 @@ class Rows:
 
     source: Source
     batches: int
-    rows: int
+    rows: int  # even: every other one is greedy
     length: int
     share: int  # rows of one training step
 

@@ -83,7 +83,7 @@ def draw_anchors(own: Tensor, count: int, rng: np.random.Generator) -> Tensor:
 
 def draw_rows(part: Rows, greedy_share: float, rng: np.random.Generator) -> np.ndarray:
     """The part's share of its rows for one step, int64 [share]. Of text that the target wrote, where even rows are
-    greedy and odd ones sampled, a row is greedy with probability `greedy_share`."""
+    greedy and odd ones sampled, a row is greedy with probability `greedy_share`, and may be drawn twice."""
     rows = rng.choice(part.batches * part.rows, part.share, replace=False)
     if part.source != "read library":
         rows = rows // 2 * 2 + (rng.random(part.share) >= greedy_share)

@@ -72,7 +72,7 @@ def build_tree(
     """
     check_tensor("draft_logits", draft_logits, (None, None, None), *_LOGIT_TYPES)
     batch, max_depth, vocab = draft_logits.shape
-    if max_depth < 1 or vocab < 1:
+    if batch < 1 or max_depth < 1 or vocab < 1:
         raise ValueError(
             f"draft_logits has shape {list(draft_logits.shape)}: give [batch, D, vocab] of at least 1 each"
         )

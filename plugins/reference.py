@@ -36,7 +36,7 @@ _BITS = {2: torch.int16, 4: torch.int32}  # by bytes an element
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@np.errstate(invalid="ignore", divide="ignore")  # rows of NaN and infinities are data
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")  # NaN, infinities and the largest numbers are data
 def build_tree(
     draft_logits: Tensor,  # [batch, D, vocab]
     root_token_ids: Tensor,  # [batch]
@@ -47,7 +47,7 @@ def build_tree(
     draft_to_target: Tensor | None = None,
 ) -> DraftTree:
     batch, max_depth, _ = draft_logits.shape
-    logits = draft_logits.float()
+    logits = draft_logits.float().contiguous()  # sums depend on the order in memory
     target_ids = None
     if draft_to_target is not None:
         logits, target_ids = _to_target_vocabulary(logits, draft_to_target)
@@ -122,7 +122,8 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
     batch, depths, vocab = logits.shape
     rows = batch * depths
     values = logits.numpy().reshape(rows, vocab)
-    search = _search_table if values.size <= _SMALL_TABLE else _search_blocks
+    small = vocab <= _FEW_IN_ROW and values.size <= _SMALL_TABLE
+    search = _search_table if small else _search_blocks
     row, token, log_prob, floor = search(values, depths, budget, mode, keep_chain)
     order = np.lexsort((token, -values[row, token], row))
     row, token, log_prob = row[order], token[order], log_prob[order]
@@ -140,7 +141,7 @@ def _search_table(
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """The wanted tokens of a small table: row, token, log-probability, and the floor of each slot. Every token has its
     log-probability worked out: that is less work here than to find out which need it."""
-    rows, vocab = values.shape
+    vocab = values.shape[1]
     likeliest = values.max(1, keepdims=True)  # NaN where a row has one
     log_probs = values - likeliest
     log_peak = -np.log(np.exp(log_probs).sum(1, keepdims=True))  # [rows, 1]
@@ -150,9 +151,8 @@ def _search_table(
         log_probs[nothing] = -np.inf
     above, chain = _chain(log_peak, depths)
     reach = log_probs + above
-    together = max(vocab // (4 * budget), 1)  # with enough blocks for the floor to be near
-    coarse = reach[:, : vocab // together * together].reshape(rows, together, -1)
-    floor, wanted = _wanted(coarse.max(1), chain, depths, budget, mode, keep_chain)
+    together = max(vocab // (4 * budget), 1)  # leaves enough blocks for the floor to be near
+    floor, wanted = _wanted(reach, together, chain, depths, budget, mode, keep_chain)
     row, token = np.divmod((reach >= wanted).ravel().nonzero()[0], vocab)
     return row, token, log_probs[row, token], floor
 
@@ -187,11 +187,8 @@ def _search_blocks(
 
     above, chain = _chain(log_peak, depths)
     reach = above + block_log_prob
-    coarse = reach
-    if blocks >= 4 * budget:  # blocks of blocks do for a floor
-        together = blocks // (2 * budget)
-        coarse = reach[:, : blocks // together * together].reshape(rows, together, -1).max(1)
-    floor, wanted = _wanted(coarse, chain, depths, budget, mode, keep_chain)
+    together = blocks // (2 * budget) if blocks >= 4 * budget else 1  # blocks of blocks do for a floor
+    floor, wanted = _wanted(reach, together, chain, depths, budget, mode, keep_chain)
 
     row, column = np.divmod((reach >= wanted).ravel().nonzero()[0], blocks)
     inside = blocked[row, column]  # [n, block]
@@ -209,14 +206,18 @@ def _chain(log_peak: NDArray, depths: int) -> tuple[NDArray, NDArray]:
 
 
 def _wanted(
-    coarse: NDArray, chain: NDArray, depths: int, budget: int, mode: str, keep_chain: bool
+    reach: NDArray, together: int, chain: NDArray, depths: int, budget: int, mode: str, keep_chain: bool
 ) -> tuple[NDArray, NDArray]:
     """The floor of each slot, [batch], and what a prefix has to reach in each row for its last token to be wanted,
-    [rows, 1]. ``coarse`` [rows, n]: log-probabilities of distinct prefixes of each row."""
-    coarse = coarse.reshape(-1, depths * coarse.shape[1])
-    floor = np.full((len(coarse), 1), _LOWEST)
-    if mode == "tree" and coarse.shape[1] >= budget:
-        floor = np.maximum(floor, _kth_largest(coarse, budget))
+    [rows, 1]. ``reach`` [rows, n]: log-probabilities of distinct prefixes of each row, of which the best of so many
+    ``together`` do for the floor."""
+    rows, count = reach.shape
+    floor = np.full((rows // depths, 1), _LOWEST)
+    if mode == "tree" and depths * (count // together) >= budget:
+        coarse = reach
+        if together > 1:
+            coarse = reach[:, : count // together * together].reshape(rows, together, -1).max(1)
+        floor = np.maximum(floor, _kth_largest(coarse.reshape(len(floor), -1), budget))
     wanted = floor.repeat(depths, 1).reshape(-1, 1)
     if keep_chain:
         chain = np.maximum(chain, _LOWEST)

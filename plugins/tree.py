@@ -104,6 +104,8 @@ def first_nodes(tree: DraftTree, count: int) -> DraftTree:
     if not 0 <= count < width:
         raise ValueError(f"count {count} of draft nodes is out of range (the trees have 0 to {width - 1})")
     kept = count + 1
+    if kept == width:
+        return tree
 
     def links(of: Tensor) -> Tensor:
         cut = of[:, :kept]

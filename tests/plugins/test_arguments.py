@@ -33,6 +33,7 @@ CASES = [
     (build, {"draft_logits": DRAFT[0]}, ValueError, r"draft_logits has shape \[3, 5\], expected \[any, any, any\]"),
     (build, {"draft_logits": DRAFT.double()}, ValueError, "draft_logits is torch.float64, expected torch.float32 or"),
     (build, {"draft_logits": DRAFT[:, :0]}, ValueError, r"draft_logits has shape \[2, 0, 5\]"),
+    (build, {"draft_logits": DRAFT[:0]}, ValueError, r"draft_logits has shape \[0, 3, 5\]: give \[batch, D, vocab\]"),
     (build, {"root_token_ids": ROOT[:1]}, ValueError, r"root_token_ids has shape \[1\], expected \[2\]"),
     (build, {"root_token_ids": ROOT.float()}, ValueError, "root_token_ids is torch.float32, expected torch.int32 or"),
     (build, {"budget": -1}, ValueError, "budget -1 is negative"),

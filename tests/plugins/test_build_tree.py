@@ -122,16 +122,36 @@ def test_a_smaller_budget_gives_the_first_nodes():
         assert nodes_of(build(logits, budget)) == largest[:budget]
 
 
-@pytest.mark.parametrize("vocab", [60, 40000])
-def test_a_slot_does_not_depend_on_its_batch(vocab):
-    logits = draft_logits(4, 4, 7, vocab, scale=5.0)
+# Four slots of 7 x 3,000 values are searched as a large table, one as a small one; so would be 4 of 3 x 20,000, were
+# their rows not too long for it.
+@pytest.mark.parametrize(("depth", "vocab"), [(7, 60), (7, 3000), (4, 16384), (3, 20000), (7, 40000)])
+def test_a_slot_does_not_depend_on_its_batch(depth, vocab):
+    logits = draft_logits(4, 4, depth, vocab, scale=5.0)
     logits[1] = NAN
-    logits[2, 3] = -INF
+    logits[2, 2] = -INF
     batched = build(logits, 40)
     for slot in range(4):
         assert nodes_of(batched, slot) == nodes_of(build(logits[slot : slot + 1], 40))
     assert batched.node_count[1] == 1
-    assert batched.depths[2].max() == 3  # the tree ends above the row that is no distribution
+    assert batched.depths[2].max() == 2  # the tree ends above the row that is no distribution
+
+
+@pytest.mark.parametrize("vocab", [300, 20000])
+def test_the_order_in_memory_does_not_matter(vocab):
+    logits = draft_logits(5, 2, 3, vocab, scale=0.5)
+    expected = build(logits, 60)
+    for axes in ((2, 0, 1), (1, 2, 0), (2, 1, 0)):
+        other = logits.permute(axes).contiguous().permute(*np.argsort(axes).tolist())
+        assert not other.is_contiguous()
+        for slot in range(2):
+            assert nodes_of(build(other, 60), slot) == nodes_of(expected, slot)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_logits_are_numbers_like_any_other():
+    logits = torch.tensor([[[3e38, -3e38, 3e38, 0.0]]])
+    half = pytest.approx(math.log(0.5))
+    assert nodes_of(build(logits, 4)) == [(0, 0, 1, half), (2, 0, 1, half), (3, 0, 1, pytest.approx(-3e38))]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
