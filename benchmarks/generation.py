@@ -52,12 +52,12 @@ class Setting:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--prompts", default=10, help="Prompts of each kind.")
+@click.option("--prompts", default=12, help="Prompts of each kind.")
 @click.option("--max-tokens", default=96, help="Tokens of each output.")
-@click.option("--repeats", default=5, help="Runs of each prompt and method; the fastest counts.")
+@click.option("--repeats", default=6, help="Runs of each prompt and method; the fastest counts.")
 @click.option("--temperature", type=float, multiple=True, default=(0.0, 0.8), help="May be given several times.")
-@click.option("--budget", type=int, multiple=True, default=(8, 16, 32), help="Whole trees; may be given several times.")
-@click.option("--most", type=int, multiple=True, default=(16, 32), help="Adaptive trees; may be given several times.")
+@click.option("--budget", type=int, multiple=True, default=(8, 16), help="Whole trees; may be given several times.")
+@click.option("--most", type=int, multiple=True, default=(16,), help="Adaptive trees; may be given several times.")
 @click.option("--threads", type=int, help="Threads of a pass.")
 def main(
     prompts: int,

@@ -61,33 +61,34 @@ class RoundCosts:
         self._drafted = {1: _Fastest(1.0)}
         self._undrafted = {1: _Fastest(1.0)}
         self._since_undrafted: dict[int, int] = {}  # rounds with a draft
+        self._known_passes: dict[int, np.ndarray] = {}
 
     def draft(self, batch: int) -> float:
         """A draft and its tree."""
         nearest = _nearest(self._draft, batch)
         return self._draft[nearest].value * batch / nearest  # each sequence has a block of its own
 
-    def drafted(self, batch: int, nodes: np.ndarray) -> np.ndarray:
-        """The rest of a round that verifies trees of so many draft nodes."""
+    def drafted(self, batch: int, nodes: int) -> np.ndarray:
+        """The rest of rounds that verify trees of 0, 1, ... ``nodes`` draft nodes, [nodes + 1]."""
         ratio = self._drafted[_nearest(self._drafted, batch)].value
-        return ratio * self._measured.undrafted(batch * (nodes + 1))
+        return ratio * self._passes(batch, nodes)
 
     def undrafted(self, batch: int) -> float:
         """A round without a draft."""
         ratio = self._undrafted[_nearest(self._undrafted, batch)].value
-        return ratio * self._pass(batch)
+        return ratio * float(self._passes(batch, 0)[0])
 
     def learn_drafted(self, batch: int, nodes: int, draft: float, rest: float) -> None:
         """Take in what a round of several sequences took: its ``draft`` and the ``rest``."""
         if batch > 1:
             self._draft.setdefault(batch, _Fastest()).add(draft)
-            self._drafted.setdefault(batch, _Fastest()).add(rest / self._pass(batch * (nodes + 1)))
+            self._drafted.setdefault(batch, _Fastest()).add(rest / float(self._passes(batch, nodes)[-1]))
             self._since_undrafted[batch] = self._since_undrafted.get(batch, 0) + 1
 
     def learn_undrafted(self, batch: int, seconds: float) -> None:
         """Take in what a round of several sequences without a draft took."""
         if batch > 1:
-            self._undrafted.setdefault(batch, _Fastest()).add(seconds / self._pass(batch))
+            self._undrafted.setdefault(batch, _Fastest()).add(seconds / float(self._passes(batch, 0)[0]))
             self._since_undrafted[batch] = 0
 
     def needs_undrafted(self, batch: int) -> bool:
@@ -98,8 +99,12 @@ class RoundCosts:
         known = self._undrafted.get(batch)
         return known is None or known.count < _TRIALS or self._since_undrafted[batch] >= _ROUNDS_OF_A_TRIAL
 
-    def _pass(self, rows: int) -> float:
-        return float(self._measured.undrafted(np.array([rows]))[0])
+    def _passes(self, batch: int, nodes: int) -> np.ndarray:
+        """The measured passes over trees of 0, 1, ... ``nodes`` draft nodes, [nodes + 1]."""
+        known = self._known_passes.get(batch)
+        if known is None or known.size <= nodes:
+            known = self._known_passes[batch] = self._measured.undrafted(batch * np.arange(1, nodes + 2))
+        return known[: nodes + 1]
 
 
 class _Fastest:
@@ -146,10 +151,10 @@ class CostAwarePacing:
     def nodes(self, tree: DraftTree) -> int:
         """How many draft nodes of ``tree`` to verify. Slots share a pass, so it is the same for all of them."""
         self._drafted = time.perf_counter()
-        probabilities = torch.exp(tree.node_logws).numpy()  # [batch, N]; 1 for the root, 0 for padding
+        probabilities = np.exp(tree.node_logws.numpy())  # [batch, N]; 1 for the root, 0 for padding
         tokens = np.cumsum(probabilities.sum(0))  # that the batch is to expect, [N]
         batch = len(probabilities)
-        seconds = self._costs.draft(batch) + self._costs.drafted(batch, np.arange(tokens.size))
+        seconds = self._costs.draft(batch) + self._costs.drafted(batch, tokens.size - 1)
         return int(np.argmax(tokens / seconds))
 
     def learn(self, verified: Verified, nodes: int) -> None:
@@ -163,7 +168,7 @@ class CostAwarePacing:
         tokens, given = self._tokens[:batch], verified.accepted_count.numpy() + 1  # [batch]
         tokens += (1 - _MEMORY) * (given - tokens)
         self._hope += (1 - _HOPE_MEMORY) * (float(given.mean()) - self._hope)
-        seconds = costs.draft(batch) + costs.drafted(batch, np.array([nodes]))[0]
+        seconds = costs.draft(batch) + float(costs.drafted(batch, nodes)[-1])
         pays = tokens.sum() / seconds >= batch / costs.undrafted(batch)
         self._pause = 0 if pays else min(2 * self._pause or 1, self._longest_pause)
         self._left = self._pause

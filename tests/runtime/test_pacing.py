@@ -262,13 +262,13 @@ def test_a_batch_drafts_only_if_its_own_drafts_pay(clock: Clock, batch: int) -> 
 
 def test_rounds_are_learned_from_those_that_run(clock: Clock) -> None:
     costs = RoundCosts(COST)
-    guess = costs.draft(3), float(costs.drafted(3, np.array([8]))[0]), costs.undrafted(3)
+    guess = costs.draft(3), float(costs.drafted(3, 8)[-1]), costs.undrafted(3)
     assert guess == (3.0, *(float(COST.undrafted(np.array([rows]))[0]) for rows in (27, 3)))
     assert costs.needs_undrafted(3)
     for _ in range(3):
         costs.learn_drafted(3, 8, 7.0, 20.0)
         costs.learn_undrafted(3, 4.0)
-    learned = costs.draft(3), float(costs.drafted(3, np.array([8]))[0]), costs.undrafted(3)
+    learned = costs.draft(3), float(costs.drafted(3, 8)[-1]), costs.undrafted(3)
     np.testing.assert_allclose(learned, (7.0, 20.0, 4.0))
     assert not costs.needs_undrafted(3)
     assert costs.draft(4) == pytest.approx(7.0 * 4 / 3)  # the nearest size is the best guess
