@@ -29,6 +29,7 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	$(VENV)/bin/python benchmarks/tree_operations.py
 	$(VENV)/bin/python benchmarks/generation.py
+	$(VENV)/bin/python benchmarks/batches.py
 	$(VENV)/bin/python benchmarks/losslessness.py
 	$(VENV)/bin/python benchmarks/startup.py
 
