@@ -27,7 +27,6 @@ GREEDY_TEMPERATURE = 1e-5
 # Rows up to this long NumPy reads, on one core: torch would share them out among its threads, and waiting for those,
 # while ONNX Runtime's own keep the cores, takes longer than the work.
 _FEW_IN_ROW = 1 << 14
-_SMALL_TABLE = 1 << 16  # values of all rows together that stay near the core while they are read several times
 _LOWEST = np.finfo(np.float32).min
 _BITS = {2: torch.int16, 4: torch.int32}  # by bytes an element
 
@@ -122,46 +121,6 @@ def _candidates(logits: Tensor, budget: int, mode: str, keep_chain: bool) -> tup
     batch, depths, vocab = logits.shape
     rows = batch * depths
     values = logits.numpy().reshape(rows, vocab)
-    small = vocab <= _FEW_IN_ROW and values.size <= _SMALL_TABLE
-    search = _search_table if small else _search_blocks
-    row, token, log_prob, floor = search(values, depths, budget, mode, keep_chain)
-    order = np.lexsort((token, -values[row, token], row))
-    row, token, log_prob = row[order], token[order], log_prob[order]
-    starts = np.searchsorted(row, np.arange(rows + 1))
-    most = 1 if mode == "chain" else budget
-    if (starts[1:] - starts[:-1] > most).any():
-        kept = np.arange(row.size) - starts[row] < most
-        row, token, log_prob = row[kept], token[kept], log_prob[kept]
-        starts = np.searchsorted(row, np.arange(rows + 1))
-    return token, log_prob, starts, floor
-
-
-def _search_table(
-    values: NDArray, depths: int, budget: int, mode: str, keep_chain: bool
-) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """The wanted tokens of a small table: row, token, log-probability, and the floor of each slot. Every token has its
-    log-probability worked out: that is less work here than to find out which need it."""
-    vocab = values.shape[1]
-    likeliest = values.max(1, keepdims=True)  # NaN where a row has one
-    log_probs = values - likeliest
-    log_peak = -np.log(np.exp(log_probs).sum(1, keepdims=True))  # [rows, 1]
-    log_probs += log_peak
-    nothing = np.isnan(log_peak[:, 0])
-    if nothing.any():
-        log_probs[nothing] = -np.inf
-    above, chain = _chain(log_peak, depths)
-    reach = log_probs + above
-    together = max(vocab // (4 * budget), 1)  # leaves enough blocks for the floor to be near
-    floor, wanted = _wanted(reach, together, chain, depths, budget, mode, keep_chain)
-    row, token = np.divmod((reach >= wanted).ravel().nonzero()[0], vocab)
-    return row, token, log_probs[row, token], floor
-
-
-def _search_blocks(
-    values: NDArray, depths: int, budget: int, mode: str, keep_chain: bool
-) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """The same of a large table, which is read as few times as can be."""
-    rows, vocab = values.shape
     block = 1  # large enough to shorten the search, with enough blocks left for the floor to be near
     while block < 256 and vocab >= 4 * budget * block:
         block *= 2
@@ -185,44 +144,38 @@ def _search_blocks(
     block_log_prob = (block_max - likeliest) + log_peak
     block_log_prob[np.isnan(log_peak[:, 0])] = -np.inf  # of rows that are no distribution
 
-    above, chain = _chain(log_peak, depths)
-    reach = above + block_log_prob
-    together = blocks // (2 * budget) if blocks >= 4 * budget else 1  # blocks of blocks do for a floor
-    floor, wanted = _wanted(reach, together, chain, depths, budget, mode, keep_chain)
+    best = np.fmax(log_peak, np.float32(-np.inf)).reshape(batch, depths)  # without the NaN of such rows
+    above = np.zeros((batch, depths), np.float32)  # the likeliest prefix before each depth
+    np.cumsum(best[:, :-1], 1, out=above[:, 1:])
+    reach = above.reshape(rows, 1) + block_log_prob
+    floor = np.full((batch, 1), _LOWEST)
+    if mode == "tree" and depths * blocks >= budget:
+        coarse = reach
+        if blocks >= 4 * budget:  # blocks of blocks do for a floor
+            together = blocks // (2 * budget)
+            coarse = reach[:, : blocks // together * together].reshape(rows, together, -1).max(1)
+        floor = np.maximum(floor, _kth_largest(coarse.reshape(batch, -1), budget))
+    wanted = floor.repeat(depths, 1)  # [batch, D]
+    if keep_chain:
+        wanted = np.maximum(above + best, _LOWEST)
+        if mode == "tree":
+            wanted = np.minimum(wanted, floor)
+    wanted, above = wanted.reshape(rows, 1), above.reshape(rows, 1)
 
     row, column = np.divmod((reach >= wanted).ravel().nonzero()[0], blocks)
     inside = blocked[row, column]  # [n, block]
     log_prob = (inside - likeliest[row]) + log_peak[row]
     which, place = np.divmod((above[row] + log_prob >= wanted[row]).ravel().nonzero()[0], block)
-    return row[which], column[which] * token_of[0] + place * token_of[1], log_prob[which, place], floor
-
-
-def _chain(log_peak: NDArray, depths: int) -> tuple[NDArray, NDArray]:
-    """Log-probabilities of each slot's chain of likeliest tokens: before each depth and down to it, [rows, 1] each."""
-    best = np.fmax(log_peak, np.float32(-np.inf)).reshape(-1, depths)  # without the NaN of rows that have no likeliest
-    above = np.zeros_like(best)
-    np.cumsum(best[:, :-1], 1, out=above[:, 1:])
-    return above.reshape(-1, 1), (above + best).reshape(-1, 1)
-
-
-def _wanted(
-    reach: NDArray, together: int, chain: NDArray, depths: int, budget: int, mode: str, keep_chain: bool
-) -> tuple[NDArray, NDArray]:
-    """The floor of each slot, [batch], and what a prefix has to reach in each row for its last token to be wanted,
-    [rows, 1]. ``reach`` [rows, n]: log-probabilities of distinct prefixes of each row, of which the best of so many
-    ``together`` do for the floor."""
-    rows, count = reach.shape
-    floor = np.full((rows // depths, 1), _LOWEST)
-    if mode == "tree" and depths * (count // together) >= budget:
-        coarse = reach
-        if together > 1:
-            coarse = reach[:, : count // together * together].reshape(rows, together, -1).max(1)
-        floor = np.maximum(floor, _kth_largest(coarse.reshape(len(floor), -1), budget))
-    wanted = floor.repeat(depths, 1).reshape(-1, 1)
-    if keep_chain:
-        chain = np.maximum(chain, _LOWEST)
-        wanted = np.minimum(chain, wanted) if mode == "tree" else chain
-    return floor[:, 0], wanted
+    row, token = row[which], column[which] * token_of[0] + place * token_of[1]
+    order = np.lexsort((token, -inside[which, place], row))
+    row, token, log_prob = row[order], token[order], log_prob[which, place][order]
+    starts = np.searchsorted(row, np.arange(rows + 1))
+    most = 1 if mode == "chain" else budget
+    if (starts[1:] - starts[:-1] > most).any():
+        kept = np.arange(row.size) - starts[row] < most
+        row, token, log_prob = row[kept], token[kept], log_prob[kept]
+        starts = np.searchsorted(row, np.arange(rows + 1))
+    return token, log_prob, starts, floor[:, 0]
 
 
 def _block_max(blocked: NDArray) -> NDArray:  # [rows, blocks, block] -> [rows, blocks]

@@ -10,22 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from ddtree.plugins import ops, reference
+from ddtree.plugins import ops
 
 from .oracles import all_prefixes, float32_log_softmax, heap_tree, nodes_of, ranked_rows
 
 NAN, INF = math.nan, math.inf
 # Few values, so that nearly all sums tie; -inf rows are no distributions.
 TIED = st.sampled_from([-INF, -3.0, -2.5, 0.0, 0.5, 1.0, 4.0, 12.0])
-
-
-@pytest.fixture(autouse=True, scope="module", params=["by size", "large"])
-def _search(request):
-    """Small tables of logits are searched in another way than large ones: everything holds in both."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "large":
-            patch.setattr(reference, "_SMALL_TABLE", 0)
-        yield
 
 
 def build(logits, budget: int, **options) -> ops.DraftTree:
@@ -122,8 +113,6 @@ def test_a_smaller_budget_gives_the_first_nodes():
         assert nodes_of(build(logits, budget)) == largest[:budget]
 
 
-# Four slots of 7 x 3,000 values are searched as a large table, one as a small one; so would be 4 of 3 x 20,000, were
-# their rows not too long for it.
 @pytest.mark.parametrize(("depth", "vocab"), [(7, 60), (7, 3000), (4, 16384), (3, 20000), (7, 40000)])
 def test_a_slot_does_not_depend_on_its_batch(depth, vocab):
     logits = draft_logits(4, 4, depth, vocab, scale=5.0)
