@@ -61,7 +61,7 @@ class RoundCosts:
         self._drafted = {1: _Fastest(1.0)}
         self._undrafted = {1: _Fastest(1.0)}
         self._since_undrafted: dict[int, int] = {}  # rounds with a draft
-        self._known_passes: dict[int, np.ndarray] = {}
+        self._known_passes: dict[int, np.ndarray] = {}  # by the number of sequences
 
     def draft(self, batch: int) -> float:
         """A draft and its tree."""
@@ -76,19 +76,19 @@ class RoundCosts:
     def undrafted(self, batch: int) -> float:
         """A round without a draft."""
         ratio = self._undrafted[_nearest(self._undrafted, batch)].value
-        return ratio * float(self._passes(batch, 0)[0])
+        return ratio * self._passes(batch, 0)[0]
 
     def learn_drafted(self, batch: int, nodes: int, draft: float, rest: float) -> None:
         """Take in what a round of several sequences took: its ``draft`` and the ``rest``."""
         if batch > 1:
             self._draft.setdefault(batch, _Fastest()).add(draft)
-            self._drafted.setdefault(batch, _Fastest()).add(rest / float(self._passes(batch, nodes)[-1]))
+            self._drafted.setdefault(batch, _Fastest()).add(rest / self._passes(batch, nodes)[-1])
             self._since_undrafted[batch] = self._since_undrafted.get(batch, 0) + 1
 
     def learn_undrafted(self, batch: int, seconds: float) -> None:
         """Take in what a round of several sequences without a draft took."""
         if batch > 1:
-            self._undrafted.setdefault(batch, _Fastest()).add(seconds / float(self._passes(batch, 0)[0]))
+            self._undrafted.setdefault(batch, _Fastest()).add(seconds / self._passes(batch, 0)[0])
             self._since_undrafted[batch] = 0
 
     def needs_undrafted(self, batch: int) -> bool:
@@ -168,7 +168,7 @@ class CostAwarePacing:
         tokens, given = self._tokens[:batch], verified.accepted_count.numpy() + 1  # [batch]
         tokens += (1 - _MEMORY) * (given - tokens)
         self._hope += (1 - _HOPE_MEMORY) * (float(given.mean()) - self._hope)
-        seconds = costs.draft(batch) + float(costs.drafted(batch, nodes)[-1])
+        seconds = costs.draft(batch) + costs.drafted(batch, nodes)[-1]
         pays = tokens.sum() / seconds >= batch / costs.undrafted(batch)
         self._pause = 0 if pays else min(2 * self._pause or 1, self._longest_pause)
         self._left = self._pause
